@@ -1,4 +1,4 @@
-"""Draw latency.png and needles.png from the measured rows of this folder.
+"""Draw latency.png, needles.png, shapes.png and quality_bytes.png from the measured rows of this folder.
 
 Usage: `python docs/results/pictures.py [FOLDER]`; without a folder the pictures are written here.
 """
@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+from quality_tables import times_fewer
 from result_rows import HERE, REPORTED, read
 
-from alspec.launch.plots import plot_quality
+from alspec.launch.plots import plot_quality, plot_shapes
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -28,15 +29,55 @@ GPUS = {1: ("-", "o"), 2: ("--", "s"), 4: (":", "^")}
 
 
 def main() -> None:
-    """Draw both pictures into the given folder."""
+    """Draw the pictures into the given folder."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, nargs="?", default=HERE)
     folder = parser.parse_args().folder
     latency(folder / "latency.png")
+    plot_shapes.draw(folder / "shapes.png", read("shapes.jsonl"), "decode attention over a bf16 cache, NVIDIA H200")
+    quality_bytes(folder / "quality_bytes.png", read("quality_turboquant.jsonl"))
     needles = folder / "needles.png"
     plot_quality.draw(needles, needle_rows(read("quality_codecs.jsonl")))
     with Image.open(needles) as drawn:  # with a palette the file has a third of the bytes
         drawn.convert("RGB").quantize(64).save(needles, optimize=True)
+
+
+def method_of(codec: str) -> str:
+    """Name the method of a codec: `turbo`, `turboquant`, `hybrid`, or the codec itself."""
+    return next((method for method in ("turboquant", "turbo", "hybrid") if codec.startswith(method)), codec)
+
+
+def quality_bytes(picture: Path, rows: list[Row]) -> None:
+    """Draw the change of bits per byte over the bytes of a cached token, relative to bf16, for each codec and model."""
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
+    for panel, model in zip(axes, dict.fromkeys(row["case"]["model"] for row in rows), strict=True):
+        own = [row["case"] | {"value": row["value"]} for row in rows if row["case"]["model"] == model]
+        plain = [case for case in own if case["norm_correction"] and case["qjl"] == "off"]
+        plain = [case for case in plain if case["value_quantiser"] == "codebook" and case["codec"] != "bf16"]
+        base = next(case["value"] for case in own if case["codec"] == "bf16")
+        for protect, marker in ((0, "o"), (2, "^")):
+            for method, color in (("turbo", "tab:orange"), ("turboquant", "tab:blue"), ("hybrid", "tab:green")):
+                points = [
+                    (100 / times_fewer(case["codec"]), 100 * (case["value"] / base - 1), case["codec"])
+                    for case in plain
+                    if case["protect"] == protect and method_of(case["codec"]) == method
+                ]
+                label = {"turbo": "FlashQ", "turboquant": "TurboQuant", "hybrid": "FlashQ keys, TurboQuant values"}
+                panel.plot(
+                    *zip(*[point[:2] for point in points], strict=True), marker, color=color, linestyle="",
+                    fillstyle="full" if protect == 0 else "none", label=label[method] if protect == 0 else None,
+                )  # fmt: skip
+                for x, y, codec in points if protect == 0 else []:
+                    panel.annotate(codec, (x, y), textcoords="offset points", xytext=(5, 4), fontsize=8)
+        panel.set_yscale("log")
+        panel.set_xlim(12, 32)
+        panel.yaxis.set_major_formatter(lambda value, _: f"+{value:g} %")
+        panel.set_xlabel("bytes of a cached token, % of bf16")
+        panel.set_ylabel("bits per byte, against bf16")
+        panel.set_title("bundled model" if model == "demo" else model)
+        panel.grid(alpha=0.3)
+        panel.legend(fontsize=8, title="hollow: two layers at each end in bf16", title_fontsize=8)
+    figure.savefig(picture, dpi=130)
 
 
 def latency(picture: Path) -> None:

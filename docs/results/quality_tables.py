@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from result_rows import provenance, read, table
+
+from alspec.kernels.kv_codec.quantised_layer import BLOCK
+from alspec.models.llama_config import LlamaConfig
+from alspec.runtime.cache.codecs import bytes_per_token
 
 
 def quality(rows: list[dict[str, Any]]) -> str:
@@ -97,6 +102,65 @@ def codecs(title: str, rows: list[dict[str, Any]]) -> str:
     return "\n\n".join(
         [f"## {title}", " ".join(notes), provenance(*rows), table([*head, "hit rate"], cells)],
     )
+
+
+VARIANTS = {
+    "two layers at each end in bf16": {"protect": 2},
+    "plain norm": {"norm_correction": False},
+    "orthogonal QJL": {"qjl": "orthogonal"},
+    "Gaussian QJL": {"qjl": "gaussian"},
+    "uniform values": {"value_quantiser": "uniform"},
+}
+DEFAULT = {"protect": 0, "norm_correction": True, "qjl": "off", "value_quantiser": "codebook"}
+
+
+def turboquant(rows: list[dict[str, Any]]) -> str:
+    """Bits per byte of each codec and of the variants of TurboQuant, one table for each model; the picture."""
+    if not rows:
+        return ""
+    parts = [
+        "## Codecs and variants of TurboQuant",
+        "Bits per byte of books, decoded token by token from the given cache (lambda 0), and its change from the bf16"
+        " cache. The other columns change one setting. *Times fewer* bytes than bf16 are those of heads of 64, tail not"
+        " counted. An empty cell does not apply or was not measured.",
+    ]
+    for model in dict.fromkeys(row["case"]["model"] for row in rows):
+        own = [row for row in rows if row["case"]["model"] == model]
+        found = {(row["case"]["codec"], tuple(row["case"][name] for name in DEFAULT)): row["value"] for row in own}
+        base = found["bf16", tuple(DEFAULT.values())]
+
+        def change(codec: str, found: dict[Any, float] = found, base: float = base, **changed: Any) -> str:
+            value = found.get((codec, tuple((DEFAULT | changed).values())))
+            return "" if value is None or codec == "bf16" else f"{value / base - 1:+.2%}"
+
+        lines = [
+            [
+                codec,
+                f"{times_fewer(codec):.2f}",
+                f"{found[codec, tuple(DEFAULT.values())]:.4f}",
+                change(codec),
+                *(change(codec, **changed) for changed in VARIANTS.values()),
+            ]
+            for codec in sorted({codec for codec, _ in found}, key=times_fewer)
+        ]
+        name = "the bundled model" if model == "demo" else model
+        context, windows = own[0]["case"]["context"], own[0]["case"]["samples"]
+        parts += [
+            f"On {name}, {windows} windows of {context} tokens:",
+            provenance(*own),
+            table(["cache", "times fewer", "bits per byte", "change", *VARIANTS], lines),
+        ]
+    parts.append("![Change of bits per byte over the bytes of a cached token](quality_bytes.png)")
+    return "\n\n".join(parts)
+
+
+def times_fewer(codec: str, head_dim: int = 64) -> float:
+    """How many times fewer bytes a cached token of a head takes than in bf16."""
+    if codec in ("bf16", "int8"):
+        return 1.0 if codec == "bf16" else 4 * head_dim / (2 * head_dim + 8 / BLOCK)
+    config = LlamaConfig.from_shape("llama-3.2-1b").model_copy(update={"head_dim": head_dim})
+    exact, quantised = (bytes_per_token(name, config, 1, torch.bfloat16) for name in ("bf16", codec))
+    return exact / quantised
 
 
 def ablated(title: str, rows: list[dict[str, Any]]) -> list[str]:

@@ -8,11 +8,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from quality_tables import ablated, codecs, needles, over_contexts, quality, short_quality
+from quality_tables import ablated, codecs, needles, over_contexts, quality, short_quality, turboquant
 from readme_tables import attention_at_a_glance, speculation_at_a_glance, steps_at_a_glance
 from result_rows import HERE, PARTS, provenance, read, table
+from shape_table import shapes
 
-from alspec.config import SpeculationConfig
+from alspec.config import QUANTISED_CODECS, SpeculationConfig
 from alspec.latency_model import StepCosts, speculative_step_us
 
 OTHER_COMMIT = "\\* The pair was measured at an earlier commit than `off`."
@@ -52,11 +53,13 @@ def main() -> None:
         allreduce(read("allreduce.jsonl", "allreduce_rmsnorm")),
         *(part for gpu in GPUS for part in attention(*gpu)),
         *(prompts(f"Whole prompts{on_gpu}", read(f"prompt{gpu}.jsonl")) for gpu, on_gpu in GPUS),
+        shapes(read("shapes.jsonl")),
         sampled(read("sampling.jsonl")),
         quality(read("quality.jsonl")),
         codecs("Demo checkpoint over caches", read("quality_codecs.jsonl")),
         over_contexts(read("quality_codecs.jsonl")),
         needles(read("quality_codecs.jsonl")),
+        turboquant(read("quality_turboquant.jsonl")),
         codecs("Demo checkpoint over caches, in fp32", read("quality_codecs_fp32.jsonl")),
         *(
             part
@@ -535,7 +538,7 @@ def short_steps() -> str:
 def short_quantised() -> str:
     """Attention alone and whole steps on one GPU, over each cache; empty if there are no rows."""
     attention = [row for row in read("turbo_attention.jsonl") if row["case"]["heads"] == "32/8"]
-    names = ("bf16", "turbo4", "turbo-mixed")
+    names = ("bf16", "turbo4", "turbo-mixed")  # measured at all contexts
     steps_of = [
         row
         for row in read("decode_step.jsonl")
@@ -556,7 +559,10 @@ def short_quantised() -> str:
             continue
         contexts = sorted(set.intersection(*(set(found[name]) for name in names)))
         digits = 1 if rows is attention else 2
-        lines = [[name, *(f"{found[name][context]:.{digits}f}" for context in contexts)] for name in names]
+        lines = [
+            [name, *(f"{found[name][context]:.{digits}f}" if context in found[name] else "" for context in contexts)]
+            for name in ("bf16", *(name for name in QUANTISED_CODECS if name in found))
+        ]
         parts += [table([title, *map(str, contexts)], lines), "", provenance(*rows), ""]
     return "\n".join(parts[:-1])
 
