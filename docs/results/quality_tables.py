@@ -141,7 +141,7 @@ def turboquant(rows: list[dict[str, Any]]) -> str:
                 change(codec),
                 *(change(codec, **changed) for changed in VARIANTS.values()),
             ]
-            for codec in sorted({codec for codec, _ in found}, key=times_fewer)
+            for codec in sorted({codec for codec, _ in found}, key=lambda codec: (times_fewer(codec), codec))
         ]
         name = "the bundled model" if model == "demo" else model
         context, windows = own[0]["case"]["context"], own[0]["case"]["samples"]

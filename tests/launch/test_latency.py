@@ -424,9 +424,10 @@ MISTAKES = [
     (("--codecs", "turbo4"), "kv_cache: turbo4 needs a head_dim of 64 or 128, the model has 8; use bf16"),
     (
         ("--codecs", "bf16,int8"),
-        "flags: --codecs: expected bf16, turbo4, turbo2 or turbo-mixed, found 'int8'",
+        "flags: --codecs: expected bf16, turbo4, turbo2, turbo-mixed, turboquant4, turboquant3, turboquant2, "
+        "hybrid-k4v3, hybrid-k4v2 or hybrid-k3v2, found 'int8'",
     ),
-    (("--softmax", "sas"), "softmax: sas needs a quantised cache; use --kv-cache turbo4, turbo2 or turbo-mixed"),
+    (("--softmax", "sas"), "softmax: sas needs a quantised cache; use --kv-cache turbo4 or another quantised codec"),
     (("--cuda-graph", "on"), "cuda_graph: on needs a GPU, and this runs on the CPU; use auto or off"),
     *(
         (

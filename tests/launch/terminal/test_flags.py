@@ -87,7 +87,8 @@ BAD_VALUES = [
     ("--threshold", "high", "number"),
     ("--chunk", "64", "128, 256, 512"),
     ("--chunk", "200", "128, 256, 512"),
-    ("--kv-cache", "int8", "expected bf16, turbo4, turbo2 or turbo-mixed, found"),
+    ("--kv-cache", "int8", "hybrid-k4v2 or hybrid-k3v2, found"),
+    ("--kv-protect", "-1", "expected 0 or more, found"),
     ("--softmax", "fast", "expected exact or sas, found"),
     ("--transport", "mpi", "nccl or gloo, found"),
     ("--cuda-graph", "yes", "expected auto, on or off, found"),
@@ -337,7 +338,7 @@ def test_text_prompt_for_random_weights(refused: Refused) -> None:
 @pytest.mark.parametrize("plan", [(), ("--plan",)], ids=["run", "plan"])
 def test_sas_without_a_quantised_cache(plan: tuple[str, ...], refused: Refused, checkpoint: Path) -> None:
     message = refused("--model", checkpoint, "--prompt", "a", "--softmax", "sas", *plan)
-    assert message == "softmax: sas needs a quantised cache; use --kv-cache turbo4, turbo2 or turbo-mixed"
+    assert message == "softmax: sas needs a quantised cache; use --kv-cache turbo4 or another quantised codec"
 
 
 def test_captured_steps_need_a_gpu(refused: Refused, checkpoint: Path) -> None:
