@@ -1,4 +1,4 @@
-"""Device code of FlashQ decode attention: the schedule, in closed form from the sequence lengths.
+"""Device code of decode attention over a quantised cache: the schedule, in closed form from the sequence lengths.
 
 - *output*: a (request, KV head) with all query heads of that KV head; numbered `request * HKV + head`.
 - *tile*: WARPS blocks of 64 tokens of one output, one block for each warp.

@@ -1,19 +1,19 @@
-"""Launcher of lean (stream-K) decode attention over a FlashQ cache, with an optional speculative output A~.
+"""Launcher of lean (stream-K) decode attention over a quantised cache, with an optional speculative output A~.
 
 As in lean_decode.py, a fixed grid takes equal runs of ragged work, a schedule is computed on the device, a second
 launch combines the partials, and A~ over sink and window is computed and sent first. The differences:
 
 - The unit of work is a *tile*: WARPS blocks of 64 tokens of one (request, KV head), one block for each warp. Each warp
   has its own online softmax. The warps are combined once, when the program leaves the head.
-- A tile has the same cost with 4-bit and with 2-bit records, because both take about the same time: with 2 bits the
-  arithmetic on codes is the limit. The tail costs as much as one to three tiles. With speculation it is part of A~.
+- A tile has the same cost with 4-bit and with 2-bit records of FlashQ, because both take about the same time: with 2
+  bits the arithmetic on codes is the limit. The tail costs as much as one to three tiles. With speculation it is part of A~.
 - A~ may come in two parts, the tail and the blocks (`quantised_spec_parts`). Where runs are short, two programs compute
   them in parallel.
 - A program has four warps, and two programs share an SM. The four warps write one partial; they combine it through
   shared memory.
 
-Files: block_schedule.py (schedule), quantised_mainloop.py (kernels), block_attention.py (arithmetic of a block),
-kv_codec/flashq/layout.py (layout of the cache).
+Files: block_schedule.py (schedule), quantised_mainloop.py (kernels), block_attention.py (a block), sides.py (what the
+codecs of K and V add), tail_attention.py (the tail), kv_codec/formats.py (codecs and sizes).
 
 Source: TurboAttention (Kang et al., 2024), sections 3 and 4, and the sources of lean_decode.py. The order of the
 records, and q s_int and P as two bytes each, are ours.
@@ -123,12 +123,13 @@ def quantised_decode_attention(
     prefetch_before_wait: bool = False,
     settings: QuantisedSettings | None = None,
 ) -> None:
-    """Compute attention of one new token per request over its first `seq_lens` tokens in a FlashQ cache.
+    """Compute attention of one new token per request over its first `seq_lens` tokens in a quantised cache.
 
         o = softmax(sm_scale q K^T) V,   lse = log2 sum_t 2^(sm_scale log2(e) q.k_t),   K, V dequantised
 
     With `speculation`, `A~` over sink and window is written first; `dist2` and `norm2` are written with `A`.
-    Oracles: `decode_attention_ref`, `speculative_decode_attention_ref`, on the dequantised cache.
+    Oracles: `decode_attention_ref`, `speculative_decode_attention_ref`, on the dequantised cache. If values are stored
+    rotated, so are o and `A~`.
 
     With `layer.softmax == "sas"`, weights follow `alspec/sas.py`, relative to the largest score that the warp has seen
     so far; o and `lse` use the same weights. The kernel computes each request's cutoff from its length at every launch.

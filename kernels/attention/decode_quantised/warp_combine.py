@@ -1,4 +1,4 @@
-"""Device code of FlashQ decode attention: combine the online softmaxes of a program's warps into one partial.
+"""Device code of decode attention over a quantised cache: combine the warps of a program into one partial.
 
 In lanes, as in values.py: lane `4 g + t` has head t, or heads 2 t and 2 t + 1 (c of C), and the channels 8 n + g.
 
