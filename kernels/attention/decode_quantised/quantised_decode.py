@@ -6,7 +6,8 @@ launch combines the partials, and A~ over sink and window is computed and sent f
 - The unit of work is a *tile*: WARPS blocks of 64 tokens of one (request, KV head), one block for each warp. Each warp
   has its own online softmax. The warps are combined once, when the program leaves the head.
 - A tile has the same cost with 4-bit and with 2-bit records of FlashQ, because both take about the same time: with 2
-  bits the arithmetic on codes is the limit. The tail costs as much as one to three tiles. With speculation it is part of A~.
+  bits the arithmetic on codes is the limit. The tail costs as much as one to three tiles. With speculation it is part
+  of A~.
 - A~ may come in two parts, the tail and the blocks (`quantised_spec_parts`). Where runs are short, two programs compute
   them in parallel.
 - A program has four warps, and two programs share an SM. The four warps write one partial; they combine it through
