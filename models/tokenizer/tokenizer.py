@@ -167,6 +167,11 @@ class Tokenizer:
             start += length
         return [*self._begin_ids, *ids[start:]]
 
+    @property
+    def core(self) -> tokenizers.Tokenizer:
+        """The tokenizer as the tokenizers library has it: names and ids of tokens."""
+        return self._core
+
     def special_token_id(self, text: str) -> int | None:
         """Id of `text` if it is a special token, which decoding leaves out; else None."""
         token_id = self._core.token_to_id(text)

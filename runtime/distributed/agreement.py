@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import json
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -121,13 +122,12 @@ def shared_settings(config: EngineConfig) -> dict[str, Any]:
     return settings
 
 
-def fingerprint(folder: Path) -> str:
-    """Hash of a model folder's weights and tokenizer, to check that all ranks have the same files.
+def fingerprint(paths: Iterable[Path]) -> str:
+    """Hash of a model's files of weights and tokenizer, to check that all ranks have the same.
 
     It reads evenly spaced samples of each file, because reading all bytes would take as long as loading.
     """
     digest = hashlib.sha256()
-    paths = [*folder.glob("*.safetensors"), *folder.glob("tokenizer.json")]
     for path in sorted(filter(Path.is_file, paths)):  # skips broken links
         size = path.stat().st_size
         digest.update(f"{path.name} {size} ".encode())

@@ -21,7 +21,7 @@ from alspec.errors import UserError
 from alspec.kernels.common.limits import MAX_BATCH
 from alspec.kernels.kv_codec.formats import rotates_values
 from alspec.kernels.kv_codec.turboquant.rotation import rotation
-from alspec.models.checkpoint.source import model_config, model_folder
+from alspec.models.checkpoint.source import model_config, model_files, model_path, open_tokenizer
 from alspec.models.generation_config import notice_of_settings
 from alspec.models.llama import Llama, rotate_values
 from alspec.models.tokenizer.tokenizer import Prompt, Tokenizer, encode_prompts, prompts_of, spelled
@@ -76,7 +76,7 @@ class Engine:
         self._choices = choose(config, self.model_config, trace)
         self.mode, self.placement, self.device = self._choices.mode, self._choices.placement, self._choices.device
         self.dtype, self.dtype_name = self._choices.dtype, self._choices.dtype_name
-        ignored = None if self.checkpoint is None else notice_of_settings(model_folder(config))
+        ignored = None if self.checkpoint is None else notice_of_settings(model_path(config))
         self.notices = [*([ignored] if ignored else []), *self._choices.notices]  # choices a user may not expect
         self._has_warned = False  # `stream` shows them once; commands print them
         # Engines of one process have keys of their own; ranks create them in the same order.
@@ -242,7 +242,7 @@ class Engine:
         chosen |= {"resolved mode": self.mode, "resolved dtype": self.dtype_name}
         chosen |= {f"the model's {name}": value for name, value in self.model_config.model_dump(mode="json").items()}
         if self.checkpoint is not None and self._store is not None:
-            chosen |= {"the model's files (fingerprint)": fingerprint(model_folder(self.config))}
+            chosen |= {"the model's files (fingerprint)": fingerprint(model_files(model_path(self.config)))}
         self.agreement.require_same(shared_settings(self.config) | chosen)
 
     def connected(self) -> Transport:
@@ -472,7 +472,7 @@ class Engine:
             UserError: there is none.
         """
         if self.tokenizer is None and self.checkpoint is not None:
-            return Tokenizer.from_folder(model_folder(self.config), self.model_config)  # says what is missing
+            return open_tokenizer(self.config, self.model_config)  # says what is missing
         if self.tokenizer is None:
             raise UserError(f"{where}: random weights have no tokenizer; {advice}")
         return self.tokenizer

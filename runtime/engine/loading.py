@@ -7,9 +7,8 @@ import os
 import torch
 
 from alspec.config import EngineConfig
-from alspec.models.checkpoint.checkpoint import Checkpoint, verify_checksums
-from alspec.models.checkpoint.files import is_there
-from alspec.models.checkpoint.source import model_folder
+from alspec.models.checkpoint.checkpoint import Checkpoint
+from alspec.models.checkpoint.source import has_tokenizer, open_checkpoint, open_tokenizer
 from alspec.models.llama import Llama, LlamaWeights, load_weights, random_weights
 from alspec.models.llama_config import LlamaConfig
 from alspec.models.tokenizer.tokenizer import Tokenizer
@@ -26,16 +25,12 @@ def open_model(config: EngineConfig, model: LlamaConfig) -> tuple[Checkpoint | N
     """Open the checkpoint (None with random weights) and its tokenizer (None: prompts are token ids).
 
     Raises:
-        UserError: a folder that is not what it should be.
+        UserError: a folder or a file that is not what it should be.
     """
     if config.random_weights is not None:
         return None, None
-    folder = model_folder(config)
-    if config.verify_checksums:
-        verify_checksums(folder)
-    checkpoint = Checkpoint.open(folder, model)
-    has_tokenizer = is_there(folder / "tokenizer.json")
-    return checkpoint, Tokenizer.from_folder(folder, model) if has_tokenizer else None
+    checkpoint = open_checkpoint(config, model)
+    return checkpoint, open_tokenizer(config, model) if has_tokenizer(config) else None
 
 
 def take_device(device: torch.device, placement: Placement) -> None:

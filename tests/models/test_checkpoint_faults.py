@@ -171,8 +171,16 @@ FAULTS: dict[str, tuple[str, Fault, list[str]]] = {
     "config key twice": ("single", write("config.json", b'{"a": 1, "a": 2}'), ["config.json", "duplicate key 'a'"]),
     "generation config broken": ("single", write("generation_config.json", b"{"), ["generation_config.json"]),
     "no weights": ("single", remove("model.safetensors"), ["expected model.safetensors or", INDEX, "found none"]),
-    "only pickle": ("single", only_pickle, ["found only 'pytorch_model.bin'", "pickle and GGUF files are not read"]),
-    "only GGUF": ("single", only_gguf, ["found only 'model.gguf'", "pickle and GGUF files are not read"]),
+    "only pickle": (
+        "single",
+        only_pickle,
+        ["found only 'pytorch_model.bin'", "pickle is not read; give a GGUF file by its own path"],
+    ),
+    "only GGUF": (
+        "single",
+        only_gguf,
+        ["found only 'model.gguf'", "pickle is not read; give a GGUF file by its own path"],
+    ),
     "weights a folder": ("single", a_folder_instead_of_weights, ["model.safetensors: expected a safetensors file"]),
     "weights empty": ("single", edit_shard(lambda data: b""), ["model.safetensors: truncated", "0 bytes"]),
     "cut in the length": ("single", edit_shard(lambda data: data[:5]), ["model.safetensors: truncated", "5 bytes"]),

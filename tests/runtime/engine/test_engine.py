@@ -30,6 +30,7 @@ from safetensors.torch import load_file, save_file
 
 from alspec.config import EngineConfig, GenerateConfig, LatencyConfig, SamplingConfig
 from alspec.errors import DoesNotFitError, UserError
+from alspec.models.checkpoint.source import model_files
 from alspec.models.demo import DEMO_CHECKPOINT
 from alspec.models.llama import Shard
 from alspec.runtime.distributed import transport as transport_module
@@ -198,13 +199,13 @@ def test_fingerprints_of_different_models_differ(tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     for folder in (one, two):
         shutil.copytree(DEMO_CHECKPOINT, folder)
-    assert fingerprint(one) == fingerprint(two) == fingerprint(DEMO_CHECKPOINT)
+    assert fingerprint(model_files(one)) == fingerprint(model_files(two)) == fingerprint(model_files(DEMO_CHECKPOINT))
     shard = next(two.glob("*.safetensors"))
     tensors = load_file(shard)
     save_file({name: tensor * 1.01 for name, tensor in tensors.items()}, shard)
-    assert fingerprint(two) != fingerprint(one)
+    assert fingerprint(model_files(two)) != fingerprint(model_files(one))
     (one / "left-over.safetensors").symlink_to("../blobs/1")
-    assert fingerprint(one) == fingerprint(DEMO_CHECKPOINT)
+    assert fingerprint(model_files(one)) == fingerprint(model_files(DEMO_CHECKPOINT))
 
 
 def test_out_of_memory_is_exit_3() -> None:
@@ -502,7 +503,7 @@ def test_fingerprints_depend_on_the_last_byte(name: str, tmp_path: Path) -> None
     data = bytearray((folder / name).read_bytes())
     data[-1] ^= 1
     (folder / name).write_bytes(data)
-    assert fingerprint(folder) != fingerprint(DEMO_CHECKPOINT)
+    assert fingerprint(model_files(folder)) != fingerprint(model_files(DEMO_CHECKPOINT))
 
 
 def test_memory_of_the_engine_counts_as_free_for_its_next_cache(
