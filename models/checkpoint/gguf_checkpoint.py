@@ -147,4 +147,5 @@ def _dequantised(blocks: Any, dtype: str, kept: slice) -> torch.Tensor:
 
 def _in_halves(weight: torch.Tensor, head_dim: int) -> torch.Tensor:
     """Reorder the rows of each head: 0, 2, 4, ... become its first half, 1, 3, 5, ... its second."""
-    return weight.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).reshape(weight.shape)
+    pairs: torch.Tensor = weight.unflatten(0, (-1, head_dim // 2, 2))
+    return pairs.transpose(1, 2).reshape(weight.shape)

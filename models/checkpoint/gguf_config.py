@@ -125,9 +125,10 @@ def _tokens(metadata: dict[str, Any]) -> list[Any]:
     return tokens if isinstance(tokens, list) else []
 
 
-def _end_ids(metadata: dict[str, Any]) -> tuple[Any, ...]:
-    """Ids of the tokens that end a text (eos), a turn (eot) or a message (eom), and of control tokens known to."""
-    ids = {metadata[key] for name in ("eos", "eot", "eom") if (key := f"tokenizer.ggml.{name}_token_id") in metadata}
+def _end_ids(metadata: dict[str, Any]) -> tuple[int, ...]:
+    """Ids of the tokens that end a text (eos), a turn (eot) or a message (eom), and of well-known control tokens."""
+    named = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    ids = {token_id for token_id in named if type(token_id) is int}
     types = metadata.get("tokenizer.ggml.token_type")
     for token_id, text in enumerate(_tokens(metadata)):
         if text in _END_TEXTS and isinstance(types, list) and types[token_id : token_id + 1] == [_CONTROL]:
@@ -155,6 +156,10 @@ def _rope_scaling(model: GgufModel, head_dim: int, theta: float) -> RopeScaling 
     # Files without a type have the factor under its older name.
     name = "rope.scale_linear" if kind is None else "rope.scaling.factor"
     factor = 1.0 if kind == "none" else read.number(name, 1.0)
+    if not 1.0 <= factor <= 1e6:
+        raise UserError(
+            f"{model.path}: llama.{name}: expected 1 to 1e6, found {factor:g}; this scaling is not supported"
+        )
     if _ROPE_FACTORS not in model.entries:
         return RopeScaling(rope_type="linear", factor=factor) if factor > 1.0 else None
     where = f"{model.files[_ROPE_FACTORS]}: tensor '{_ROPE_FACTORS}'"

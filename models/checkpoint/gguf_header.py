@@ -117,7 +117,7 @@ def read_gguf(path: Path) -> GgufModel:
 def _check_part(path: Path, metadata: dict[str, Any], index: int, count: int) -> None:
     """Check that the metadata and the name say the same of a part."""
     found = metadata.get("split.count", 0), metadata.get("split.no", 0)
-    if max(found[0], 1) != count or found[1] != index:
+    if found not in ((count, index), (0, 0) if count == 1 else (count, index)):
         raise UserError(
             f"{path}: split: expected part {index + 1} of {count} by the file's name, found split.no {show(found[1])} "
             f"and split.count {show(found[0])}; keep the names that the parts were published with"

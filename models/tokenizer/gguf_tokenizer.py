@@ -47,12 +47,9 @@ def gguf_tokenizer(model: GgufModel, config: LlamaConfig) -> Tokenizer:
     _add_special(core, read, tokens)
     settings = {"add_bos_token": read.get("add_bos_token", adds_bos)}
     for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
-        token_id = read.get(f"{key}_token_id")
-        if token_id is None:
-            continue
-        if type(token_id) is not int or not 0 <= token_id < len(tokens):
-            raise read.error(f"{key}_token_id", f"an id from 0 to {len(tokens) - 1}", token_id)
-        settings[f"{name}_token"] = tokens[token_id]
+        token_id = read.token_id(key, len(tokens))
+        if token_id is not None:
+            settings[f"{name}_token"] = tokens[token_id]
     template = model.metadata.get("tokenizer.chat_template")
     if template is not None:
         settings["chat_template"] = template
@@ -67,6 +64,12 @@ class _Metadata:
 
     def get(self, name: str, default: Any = None) -> Any:
         return self._model.metadata.get(f"tokenizer.ggml.{name}", default)
+
+    def token_id(self, name: str, num_tokens: int) -> int | None:
+        found = self.get(f"{name}_token_id")
+        if found is not None and (type(found) is not int or not 0 <= found < num_tokens):
+            raise self.error(f"{name}_token_id", f"an id from 0 to {num_tokens - 1}", found)
+        return found
 
     def list_of(self, name: str, kind: type, length: int | None = None) -> list[Any]:
         values = self.get(name)
@@ -121,7 +124,7 @@ def _sentencepiece_core(read: _Metadata, tokens: list[str]) -> Core:
     """BPE of sentencepiece: the pair whose token has the highest score is merged first; bytes stand for the rest."""
     scores = read.list_of("scores", float, len(tokens))
     vocab = {token: token_id for token_id, token in enumerate(tokens)}
-    unknown = tokens[read.get("unknown_token_id", 0)]
+    unknown = tokens[read.token_id("unknown", len(tokens)) or 0]
     core = _bpe(read, vocab, merges_of_scores(vocab, scores), unk_token=unknown, fuse_unk=True, byte_fallback=True)
     prepend = [normalizers.Prepend(_SPACE)] if read.get("add_space_prefix", True) else []
     core.normalizer = normalizers.Sequence([*prepend, normalizers.Replace(" ", _SPACE)])

@@ -103,7 +103,7 @@ class Engine:
 
     @classmethod
     def from_pretrained(cls, model: str | Path | None = None, **options: Any) -> Engine:
-        """An engine for a Hugging Face folder (default: the demo checkpoint); options are fields of `EngineConfig`."""
+        """An engine for a folder or GGUF file (default: the demo checkpoint); options are fields of `EngineConfig`."""
         return cls(validate(EngineConfig, {"model": model, **options}, "Engine.from_pretrained"))
 
     def __enter__(self) -> Self:
