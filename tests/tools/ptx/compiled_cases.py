@@ -347,6 +347,8 @@ CASES: dict[str, Callable[[], Found]] = {
 
 # The fast tier: attention of both codecs in parts, each way to wait for packets and each way to miss them, one mutant.
 FAST = (
+    "hybrid-k3v2, 8 x 128, spec",
+    "turboquant3, 4 x 128",
     "lean, 4 x 128, spec in parts",
     "Hopper lean, 4 x 128, gate 1",
     "Hopper lean, 4 x 128, gate 0",
@@ -373,6 +375,8 @@ def group_of(name: str) -> str:
     if name in FAST:
         return "fast"
     first = name.replace(",", " ").split()[0]
+    if first in MIXED:
+        return "flashq"
     return first if first in ("broken", "lean", "Hopper", "flashq") else "step"
 
 
