@@ -101,34 +101,11 @@ def attend(
 
     Args, Raises and Capture as for `lean_decode_attention`; `layer` replaces `k_cache` and `v_cache`.
     """
+    args = (seq_lens, sm_scale, workspace, out, lse, speculation, phase, gate)
     if isinstance(layer, QuantisedLayer):
-        quantised_decode_attention(
-            q,
-            layer,
-            seq_lens,
-            sm_scale,
-            workspace,
-            out,
-            lse,
-            speculation,
-            phase,
-            gate,
-            prefetch_before_wait=prefetch_before_wait,
-        )
+        quantised_decode_attention(q, layer, *args, prefetch_before_wait=prefetch_before_wait)
     else:
-        lean_decode_attention(
-            q,
-            *layer,
-            seq_lens,
-            sm_scale,
-            workspace,
-            out,
-            lse,
-            speculation,
-            phase,
-            gate,
-            prefetch_before_wait=prefetch_before_wait,
-        )
+        lean_decode_attention(q, layer.k, layer.v, *args, prefetch_before_wait=prefetch_before_wait)
 
 
 def attend_spec_parts(layer: CacheLayer, num_qo_heads: int, chunk_size: int, device: torch.device) -> int:

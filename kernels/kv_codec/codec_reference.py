@@ -12,7 +12,7 @@ from torch import Tensor
 
 from alspec.kernels.kv_codec.flashq.layout import BlockCodes, pack_side, unpack_side
 from alspec.kernels.kv_codec.flashq.quantize import MIN_SCALE, compress, int8_scale, quantize_int8, reconstruct, to_int8
-from alspec.kernels.kv_codec.formats import FLASHQ, FORMATS, side_words
+from alspec.kernels.kv_codec.formats import FLASHQ, SideFormat, side_of, side_words
 from alspec.kernels.kv_codec.quantised_layer import BLOCK, QuantisedLayer
 from alspec.kernels.kv_codec.turboquant.token_codes import (
     compress_tokens,
@@ -164,7 +164,7 @@ class _Records(NamedTuple):
     """The sides of some records of one head: K's, then V's."""
 
     words: list[Tensor]  # [count, side_words] each, views of the cache
-    formats: list[tuple[str, int]]  # (method, bits) of each
+    formats: list[SideFormat]
 
 
 def _write_records(layer: QuantisedLayer, request: int, head: int, first: int, k: Tensor, v: Tensor) -> list[Tensor]:
@@ -179,8 +179,8 @@ def _write_records(layer: QuantisedLayer, request: int, head: int, first: int, k
 
 def _records(layer: QuantisedLayer, request: int, head: int, first: int, count: int) -> _Records:
     bits = int(layer.bits[request, head])
-    formats = [(side.method, side.bits or bits) for side in FORMATS[layer.format]]
-    sizes = [side_words(method, width, layer.head_dim) for method, width in formats]
+    formats = [side_of(layer.format, is_v, bits) for is_v in (False, True)]
+    sizes = [side_words(layer.format, is_v, bits, layer.head_dim) for is_v in (False, True)]
     start = int(layer.offset[request, head]) + first * sum(sizes)
     records = layer.words[start : start + count * sum(sizes)].view(count, sum(sizes))
     return _Records(list(records.split(sizes, 1)), formats)

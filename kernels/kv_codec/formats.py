@@ -20,24 +20,23 @@ __all__ = [
     "KVFormat",
     "SideFormat",
     "format_of",
-    "key_bits",
-    "key_method",
+    "has_own_bits",
     "record_words",
     "rotates_values",
+    "side_bits",
+    "side_method",
+    "side_of",
     "side_words",
-    "value_bits",
-    "value_method",
 ]
 
 FLASHQ, TURBOQUANT = "flashq", "turboquant"
-BITS = {FLASHQ: (4, 3, 2), TURBOQUANT: (4, 3, 2)}
 
 
 class SideFormat(NamedTuple):
     """How one side of a record is stored."""
 
-    method: str  # a key of `BITS`
-    bits: int  # of a code; 0: 4 or 2, as `QuantisedLayer.bits` says for each head
+    method: str  # FLASHQ or TURBOQUANT
+    bits: int  # of a code; 0 in FORMATS: 4 or 2, as `QuantisedLayer.bits` says for each head
 
 
 class KVFormat(NamedTuple):
@@ -68,55 +67,49 @@ def rotates_values(codec: str) -> bool:
 
 
 def record_words(format: str, bits: int, head_dim: int) -> int:
-    """Return the size of one record in 32-bit words.
+    """Return the size of one record of a head in 32-bit words; arguments and errors as for `side_words`."""
+    return sum(side_words(format, is_v, bits, head_dim) for is_v in (False, True))
 
-    Args:
-        format: name in `FORMATS`.  bits: of the head; read only where the format lets each head have its own.
-    Raises:
-        ValueError: no kernel supports the bits or `head_dim`.
-    """
-    sides = FORMATS[format]
-    if not sides.keys.bits and bits not in (4, 2):
-        raise ValueError(f"bits: expected 4 or 2 for a head, found {bits}")
-    return sum(side_words(side.method, side.bits or bits, head_dim) for side in sides)
+
+# The following also serve kernels, where all arguments are constants.
 
 
 @triton.constexpr_function
-def side_words(method: str, bits: int, head_dim: int) -> int:
+def has_own_bits(format: str) -> bool:
+    """Whether each head has its own bits, 4 or 2."""
+    return not FORMATS[format].keys.bits
+
+
+@triton.constexpr_function
+def side_of(format: str, is_v: bool, bits: int) -> SideFormat:
+    """Return method and bits of a side; is_v: V's, else K's.  bits: of the head; not read unless `has_own_bits`."""
+    side = FORMATS[format][int(is_v)]
+    return SideFormat(side.method, side.bits or bits)
+
+
+@triton.constexpr_function
+def side_method(format: str, is_v: bool) -> str:
+    """Return the method of a side."""
+    return FORMATS[format][int(is_v)].method
+
+
+@triton.constexpr_function
+def side_bits(format: str, is_v: bool, bits: int) -> int:
+    """Return the bits of a side."""
+    return FORMATS[format][int(is_v)].bits or bits
+
+
+@triton.constexpr_function
+def side_words(format: str, is_v: bool, bits: int, head_dim: int) -> int:
     """Return the size of one side of a record in 32-bit words: codes, then parameters.
 
     Raises:
         ValueError: no kernel supports the bits or `head_dim`.
     """
-    if bits not in BITS[method]:
-        raise ValueError(f"bits: expected one of {BITS[method]}, found {bits}")
+    side: SideFormat = side_of(format, is_v, bits)
+    allowed = (4, 2) if has_own_bits(format) else (4, 3, 2)
+    if side.bits not in allowed:
+        raise ValueError(f"bits: expected one of {allowed}, found {side.bits}")
     if head_dim not in HEAD_DIMS:
         raise ValueError(f"head_dim: expected one of {HEAD_DIMS} for a quantised cache, found {head_dim}")
-    return BLOCK * head_dim * bits // 32 + (head_dim // 2 if method == FLASHQ else BLOCK // 2)
-
-
-# For kernels: `format` is a constexpr, the name in `FORMATS`; `bits` are those of the head.
-
-
-@triton.constexpr_function
-def key_method(format: str) -> str | int:
-    """Method of the format's keys."""
-    return FORMATS[format].keys.method
-
-
-@triton.constexpr_function
-def value_method(format: str) -> str | int:
-    """Method of the format's values."""
-    return FORMATS[format].values.method
-
-
-@triton.constexpr_function
-def key_bits(format: str) -> str | int:
-    """Bits of the format's keys; 0: each head has its own."""
-    return FORMATS[format].keys.bits
-
-
-@triton.constexpr_function
-def value_bits(format: str) -> str | int:
-    """Bits of the format's values; 0: each head has its own."""
-    return FORMATS[format].values.bits
+    return BLOCK * head_dim * side.bits // 32 + (head_dim // 2 if side.method == FLASHQ else BLOCK // 2)

@@ -9,40 +9,23 @@ import triton
 import triton.language as tl
 
 from alspec.kernels.kv_codec.flashq.record import restore_channels_side, write_channels_side
-from alspec.kernels.kv_codec.formats import key_bits, key_method, side_words, value_bits, value_method
+from alspec.kernels.kv_codec.formats import has_own_bits, side_bits, side_method, side_words
 from alspec.kernels.kv_codec.turboquant.token_record import restore_tokens_side, write_tokens_side
 
 __all__ = ["record_at", "restore_side", "write_side"]
 
 
-@triton.constexpr_function
-def side_method(format, is_v):
-    """Method of a side; is_v: V's, else K's."""
-    return value_method(format) if is_v else key_method(format)
-
-
-@triton.constexpr_function
-def side_bits(format, is_v):
-    """Bits of a side; 0: each head has its own."""
-    return value_bits(format) if is_v else key_bits(format)
-
-
-@triton.constexpr_function
-def _words(format, is_v, bits, head_dim):
-    return side_words(side_method(format, is_v), side_bits(format, is_v) or bits, head_dim)
-
-
 @triton.jit
 def record_at(words_ptr, offset, bits, block, FORMAT: tl.constexpr, D: tl.constexpr):
     """Return the address of record `block` of one request and head; `offset` is where their records begin."""
-    WIDE: tl.constexpr = _words(FORMAT, False, 4, D) + _words(FORMAT, True, 4, D)
-    NARROW: tl.constexpr = _words(FORMAT, False, 2, D) + _words(FORMAT, True, 2, D)
+    WIDE: tl.constexpr = side_words(FORMAT, False, 4, D) + side_words(FORMAT, True, 4, D)
+    NARROW: tl.constexpr = side_words(FORMAT, False, 2, D) + side_words(FORMAT, True, 2, D)
     return words_ptr + offset + block.to(tl.int64) * tl.where(bits == 4, WIDE, NARROW)
 
 
 @triton.jit
 def _write_side(q1, record_ptr, FORMAT: tl.constexpr, BITS: tl.constexpr, D: tl.constexpr, IS_V: tl.constexpr):
-    side_ptr = record_ptr + IS_V * _words(FORMAT, False, BITS, D)
+    side_ptr = record_ptr + IS_V * side_words(FORMAT, False, BITS, D)
     factor = 1.0
     if side_method(FORMAT, IS_V) == "flashq":
         write_channels_side(q1, side_ptr, BITS, D, IS_V)
@@ -59,8 +42,8 @@ def write_side(q1, record_ptr, bits, FORMAT: tl.constexpr, D: tl.constexpr, IS_V
         factor: the scale of the side is that of q1 times this.
     """
     factor = 1.0
-    if side_bits(FORMAT, IS_V) > 0:
-        factor = _write_side(q1, record_ptr, FORMAT, side_bits(FORMAT, IS_V), D, IS_V)
+    if not has_own_bits(FORMAT):
+        factor = _write_side(q1, record_ptr, FORMAT, side_bits(FORMAT, IS_V, 0), D, IS_V)
     elif bits == 4:
         _write_side(q1, record_ptr, FORMAT, 4, D, IS_V)
     else:
@@ -72,7 +55,7 @@ def write_side(q1, record_ptr, bits, FORMAT: tl.constexpr, D: tl.constexpr, IS_V
 def _restore_side(
     record_ptr, scale, q1_ptr, FORMAT: tl.constexpr, BITS: tl.constexpr, D: tl.constexpr, IS_V: tl.constexpr
 ):
-    side_ptr = record_ptr + IS_V * _words(FORMAT, False, BITS, D)
+    side_ptr = record_ptr + IS_V * side_words(FORMAT, False, BITS, D)
     if side_method(FORMAT, IS_V) == "flashq":
         restore_channels_side(side_ptr, q1_ptr, BITS, D, IS_V)
     else:
@@ -83,8 +66,8 @@ def _restore_side(
 @triton.jit
 def restore_side(record_ptr, bits, scale, q1_ptr, FORMAT: tl.constexpr, D: tl.constexpr, IS_V: tl.constexpr):
     """Restore a side to stage 1, q1 [64, D] int8, and return the scale of q1; scale: of the side."""
-    if side_bits(FORMAT, IS_V) > 0:
-        scale = _restore_side(record_ptr, scale, q1_ptr, FORMAT, side_bits(FORMAT, IS_V), D, IS_V)
+    if not has_own_bits(FORMAT):
+        scale = _restore_side(record_ptr, scale, q1_ptr, FORMAT, side_bits(FORMAT, IS_V, 0), D, IS_V)
     elif bits == 4:
         scale = _restore_side(record_ptr, scale, q1_ptr, FORMAT, 4, D, IS_V)
     else:

@@ -12,7 +12,7 @@ from torch import Tensor
 from alspec.kernels.attention.decode_quantised.quantised_decode import quantised_decode_attention, quantised_spec_parts
 from alspec.kernels.attention.dispatch import attend_workspace
 from alspec.kernels.kv_codec.codec_reference import dequantize_side
-from alspec.kernels.kv_codec.formats import FORMATS, format_of, record_words, side_words
+from alspec.kernels.kv_codec.formats import format_of, record_words, side_of, side_words
 from alspec.kernels.kv_codec.quantised_layer import BLOCK, QuantisedLayer
 from alspec.launch.bench.bench_common import new_spec_output, written
 from alspec.sas import Softmax
@@ -51,7 +51,7 @@ class QuantisedCase:
             for head, width in enumerate(bits.flatten().tolist()):
                 begin = int(offset.flatten()[head])
                 for is_v, side in enumerate(_sides(words, format, width, head_dim, begin, num_blocks)):
-                    method, own_bits = _side_format(format, is_v, width)
+                    method, own_bits = side_of(format, bool(is_v), width)
                     codes = 2 * head_dim * own_bits
                     side[:, codes:] = _parameters(method, num_blocks, head_dim, own_bits, device)
             layers.append(
@@ -81,7 +81,7 @@ class QuantisedCase:
                 width, begin = int(layer.bits[request, head]), int(layer.offset[request, head])
                 sides = _sides(layer.words, layer.format, width, dim, begin, full)
                 for side, (values, words) in enumerate(zip((k, v), sides, strict=True)):
-                    method, own_bits = _side_format(layer.format, side, width)
+                    method, own_bits = side_of(layer.format, bool(side), width)
                     exact = dequantize_side(words, method, own_bits, dim, bool(side), torch.float64)
                     exact *= layer.scales[request, head, :full, side, None, None].double()
                     newest = layer.tail[request, head, side, : length - full * BLOCK].double()
@@ -101,15 +101,9 @@ class QuantisedCase:
         return total
 
 
-def _side_format(format: str, is_v: int, bits: int) -> tuple[str, int]:
-    """Method and bits of a side of a head that has `bits`."""
-    side = FORMATS[format][is_v]
-    return side.method, side.bits or bits
-
-
 def _sides(words: Tensor, format: str, bits: int, head_dim: int, begin: int, num_blocks: int) -> tuple[Tensor, ...]:
     """The K and V sides, [num_blocks, side_words], of the records of a head that begin at a word; views."""
-    sizes = [side_words(*_side_format(format, is_v, bits), head_dim) for is_v in (0, 1)]
+    sizes = [side_words(format, is_v, bits, head_dim) for is_v in (False, True)]
     records = words[begin : begin + num_blocks * sum(sizes)].view(num_blocks, sum(sizes))
     return tuple(records.split(sizes, 1))
 

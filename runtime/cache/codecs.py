@@ -93,11 +93,11 @@ def new_cache(
 
 def bytes_per_token(codec: str, config: LlamaConfig, tp_size: int, dtype: torch.dtype, protect: int = 0) -> float:
     """Return the bytes per cached token of one request on one rank."""
-    heads, layers = config.num_kv_heads // tp_size, config.num_layers
-    if codec == "bf16":
-        return KVCache.bytes_per_token(layers, heads, config.head_dim, dtype)
-    token = QuantisedCache.bytes_per_token(codec, layers - 2 * protect, heads, config.head_dim)
-    return token + KVCache.bytes_per_token(2 * protect, heads, config.head_dim, dtype)
+    heads, (exact, quantised) = config.num_kv_heads // tp_size, _layers(codec, config, protect)
+    total: float = KVCache.bytes_per_token(exact, heads, config.head_dim, dtype)
+    if quantised:
+        total += QuantisedCache.bytes_per_token(codec, quantised, heads, config.head_dim)
+    return total
 
 
 def cache_bytes(
@@ -110,11 +110,14 @@ def cache_bytes(
     protect: int = 0,
 ) -> int:
     """Return `num_bytes` of the cache that `new_cache` would create, without creating it."""
-    heads = config.num_kv_heads // tp_size
-    uncompressed = config.num_layers if codec == "bf16" else 2 * protect
-    layers = config.num_layers - uncompressed
-    token = KVCache.bytes_per_token(uncompressed, heads, config.head_dim, dtype)
-    total = token * batch_size * max_context
-    if layers:
-        total += QuantisedCache.bytes_for(codec, layers, batch_size, heads, max_context, config.head_dim)
+    heads, (exact, quantised) = config.num_kv_heads // tp_size, _layers(codec, config, protect)
+    total = KVCache.bytes_per_token(exact, heads, config.head_dim, dtype) * batch_size * max_context
+    if quantised:
+        total += QuantisedCache.bytes_for(codec, quantised, batch_size, heads, max_context, config.head_dim)
     return total
+
+
+def _layers(codec: str, config: LlamaConfig, protect: int) -> tuple[int, int]:
+    """Return the numbers of uncompressed and of quantised layers."""
+    exact = config.num_layers if codec == "bf16" else 2 * protect
+    return exact, config.num_layers - exact

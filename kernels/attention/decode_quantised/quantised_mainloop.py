@@ -28,7 +28,7 @@ from alspec.kernels.attention.decode_quantised.warp_combine import combine_warps
 from alspec.kernels.attention.sas_exp2 import sas_cutoff
 from alspec.kernels.common.pdl import prefetch
 from alspec.kernels.kv_codec.flashq.record import TOKENS
-from alspec.kernels.kv_codec.formats import key_bits
+from alspec.kernels.kv_codec.formats import has_own_bits
 from alspec.kernels.kv_codec.quantised_layer import PER_HEAD
 
 __all__ = [
@@ -147,8 +147,8 @@ def _attend_item(
     if blocks[3] > 0:
         query = prepare_query(q_ptr, output, buffers, query_parity, FORMAT, HEADS_PER_KV, HEADS, WARPS, D, BULK_Q)
         query_parity ^= 1
-        # Where heads have their own bits, the code of both lies here.
-        if (key_bits(FORMAT) == 0) and (width == 2):
+        # Heads may have 2 or 4 bits, known only here: the kernel contains both loops.
+        if has_own_bits(FORMAT) and (width == 2):
             maxima, state, parity = attend_blocks(
                 maxima, state, query, qk_scale, records, scales, blocks, cutoff, buffers, parity,
                 FORMAT, HEADS, 2, WARPS, D, SAS, BULK,

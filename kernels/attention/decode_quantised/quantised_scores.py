@@ -16,7 +16,7 @@ from alspec.kernels.attention.decode_quantised.record_loads import init_buffers,
 from alspec.kernels.attention.decode_quantised.sides import prepare_query, read_keys, scale_query, scores
 from alspec.kernels.attention.decode_quantised.tail_attention import COLUMNS
 from alspec.kernels.kv_codec.flashq.record import TOKENS
-from alspec.kernels.kv_codec.formats import key_bits
+from alspec.kernels.kv_codec.formats import has_own_bits
 from alspec.kernels.kv_codec.quantised_layer import PER_HEAD, QuantisedLayer
 
 __all__ = ["quantised_scores"]
@@ -65,7 +65,7 @@ def _scores_kernel(
     records = records_ptr + tl.load(offset_ptr + output)
     scales = scales_ptr + output.to(tl.int64) * num_blocks * 2
     out = out_ptr + output.to(tl.int64) * HEADS_PER_KV * head_stride + block * TOKENS
-    if (key_bits(FORMAT) == 0) and (tl.load(bits_ptr + output) == 2):
+    if has_own_bits(FORMAT) and (tl.load(bits_ptr + output) == 2):
         _write_scores(out, query, qk_scale, records, scales, block, head_stride, FORMAT, HEADS_PER_KV, HEADS, D, 2)
     else:
         _write_scores(out, query, qk_scale, records, scales, block, head_stride, FORMAT, HEADS_PER_KV, HEADS, D, 4)

@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 
 from alspec.kernels.common.device import INTERPRETED, unstacked
-from alspec.kernels.kv_codec.formats import key_bits, key_method, side_words, value_bits, value_method
+from alspec.kernels.kv_codec.formats import FORMATS, has_own_bits, side_words
 
 __all__ = [
     "QUERY_BARRIER",
@@ -53,15 +53,7 @@ QUERY_BARRIER = tl.constexpr(16)  # bytes of q's barrier
 @triton.constexpr_function
 def _buffer_size(head_dim):
     """Bytes of a buffer: a side of any format."""
-    return 4 * max([side_words(method, 4, head_dim) for method in ("flashq", "turboquant")])
-
-
-@triton.constexpr_function
-def _side_bytes(format, is_v, bits, head_dim):
-    """Bytes of a side, K's or V's of one block; bits: of the head, where the format lets each have its own."""
-    method = value_method(format) if is_v else key_method(format)
-    own = value_bits(format) if is_v else key_bits(format)
-    return 4 * side_words(method, own or bits, head_dim)
+    return 4 * max([side_words(format, is_v, 4, head_dim) for format in FORMATS for is_v in (False, True)])
 
 
 @triton.constexpr_function
@@ -107,8 +99,8 @@ def side_pointer(
     BITS: tl.constexpr,
 ):  # fmt: skip
     """Return where K (or V) of each warp's block in a tile begins in global memory, [W, 1]; BITS: of the head."""
-    K_WORDS: tl.constexpr = _side_bytes(FORMAT, False, BITS, D) // 4
-    V_WORDS: tl.constexpr = _side_bytes(FORMAT, True, BITS, D) // 4
+    K_WORDS: tl.constexpr = side_words(FORMAT, False, BITS, D)
+    V_WORDS: tl.constexpr = side_words(FORMAT, True, BITS, D)
     return _record_pointer(records_ptr, tile, blocks, K_WORDS + V_WORDS, W) + (K_WORDS if IS_V else 0)
 
 
@@ -204,13 +196,13 @@ def copy_side(
         after: values [W, 32], one of each earlier read of the buffer; the copy is issued when all have arrived.
     """
     warps, lanes = _warps_and_lanes(W)
-    if key_bits(FORMAT) == 0:
+    if has_own_bits(FORMAT):
         size = 8 * D * bits + 2 * D
         k_size, record_size = size, size // 2
     else:
-        size = _side_bytes(FORMAT, IS_V, 0, D)
-        k_size = _side_bytes(FORMAT, False, 0, D)
-        record_size = (k_size + _side_bytes(FORMAT, True, 0, D)) // 4
+        size = 4 * side_words(FORMAT, IS_V, 0, D)
+        k_size = 4 * side_words(FORMAT, False, 0, D)
+        record_size = side_words(FORMAT, False, 0, D) + side_words(FORMAT, True, 0, D)
     side = _record_pointer(records_ptr, tile, blocks, record_size, W).to(tl.int64)
     buffer, barrier = _buffer_address(buffers, warps, IS_V, D), _barrier_address(buffers, warps, W, D)
     if IS_V:

@@ -19,19 +19,9 @@ from alspec.kernels.attention.decode_turboquant.turboquant_keys import (
     token_scores,
 )
 from alspec.kernels.attention.decode_turboquant.turboquant_values import accumulate_tokens
-from alspec.kernels.kv_codec.formats import key_bits, key_method, value_bits, value_method
+from alspec.kernels.kv_codec.formats import side_bits, side_method
 
 __all__ = ["accumulate", "prepare_query", "read_keys", "read_values", "scale_query", "scores"]
-
-
-@triton.constexpr_function
-def _key_bits(format, bits):
-    return key_bits(format) or bits
-
-
-@triton.constexpr_function
-def _value_bits(format, bits):
-    return value_bits(format) or bits
 
 
 @triton.jit
@@ -40,7 +30,7 @@ def prepare_query(
     W: tl.constexpr, D: tl.constexpr, BULK_Q: tl.constexpr,
 ):  # fmt: skip
     """Load the query heads of an output, as the key codec uses them. BULK_Q: by `copy_query`."""
-    if key_method(FORMAT) == "flashq":
+    if side_method(FORMAT, False) == "flashq":
         query = prepare_flashq_query(q_ptr, output, buffers, parity, HEADS_PER_KV, HEADS, W, D, BULK_Q)
     else:
         query = prepare_rotated_query(q_ptr, output, buffers, parity, HEADS_PER_KV, HEADS, W, D, BULK_Q)
@@ -50,8 +40,8 @@ def prepare_query(
 @triton.jit
 def scale_query(query, qk_scale, FORMAT: tl.constexpr, BITS: tl.constexpr, D: tl.constexpr, C: tl.constexpr):
     """Scale q for records of BITS bits: (factor of the scores for each c, ...)."""
-    if key_method(FORMAT) == "flashq":
-        scaled = scale_flashq_query(query, qk_scale, _key_bits(FORMAT, BITS), D, C)
+    if side_method(FORMAT, False) == "flashq":
+        scaled = scale_flashq_query(query, qk_scale, side_bits(FORMAT, False, BITS), D, C)
     else:
         scaled = (scale_rotated_query(query, qk_scale, D, C),)
     return scaled
@@ -60,10 +50,10 @@ def scale_query(query, qk_scale, FORMAT: tl.constexpr, BITS: tl.constexpr, D: tl
 @triton.jit
 def read_keys(side, FORMAT: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr):
     """Load K of a tile: its words and parameters, and `done` as the last element."""
-    if key_method(FORMAT) == "flashq":
-        keys = read_channels(side, D, _key_bits(FORMAT, BITS), False)
+    if side_method(FORMAT, False) == "flashq":
+        keys = read_channels(side, D, side_bits(FORMAT, False, BITS), False)
     else:
-        keys = read_tokens(side, D, _key_bits(FORMAT, BITS))
+        keys = read_tokens(side, D, side_bits(FORMAT, False, BITS))
     return keys
 
 
@@ -73,10 +63,10 @@ def scores(query, query_scale, keys, FORMAT: tl.constexpr, D: tl.constexpr, BITS
 
     Returns, for each c: the scores of the tokens 8 n + g, for each n; what all scores of the block lack.
     """
-    if key_method(FORMAT) == "flashq":
-        s, offset = channel_scores(query, query_scale, keys[0], keys[1], keys[2], D, _key_bits(FORMAT, BITS), C)
+    if side_method(FORMAT, False) == "flashq":
+        s, offset = channel_scores(query, query_scale, keys[0], keys[1], keys[2], D, side_bits(FORMAT, False, BITS), C)
     else:
-        s = token_scores(query, keys[0], keys[1], D, _key_bits(FORMAT, BITS), C)
+        s = token_scores(query, keys[0], keys[1], D, side_bits(FORMAT, False, BITS), C)
         offset = ()
         for _ in tl.static_range(C):
             offset = offset + (0.0,)  # noqa: RUF005 (Triton has no *)
@@ -86,10 +76,10 @@ def scores(query, query_scale, keys, FORMAT: tl.constexpr, D: tl.constexpr, BITS
 @triton.jit
 def read_values(side, FORMAT: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr):
     """Load V of a tile: its words and parameters, and `done` as the last element."""
-    if value_method(FORMAT) == "flashq":
-        values = read_channels(side, D, _value_bits(FORMAT, BITS), True)
+    if side_method(FORMAT, True) == "flashq":
+        values = read_channels(side, D, side_bits(FORMAT, True, BITS), True)
     else:
-        values = read_tokens(side, D, _value_bits(FORMAT, BITS))
+        values = read_tokens(side, D, side_bits(FORMAT, True, BITS))
     return values
 
 
@@ -99,12 +89,13 @@ def accumulate(
     D: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     """Add a block's weights p and weighted values to the state of an online softmax (see lanes.py)."""
-    if value_method(FORMAT) == "flashq":
+    if side_method(FORMAT, True) == "flashq":
         state = accumulate_channels(
-            state, p, alphas, betas, v_scale, values[0], values[1], values[2], HEADS, W, D, _value_bits(FORMAT, BITS)
+            state, p, alphas, betas, v_scale, values[0], values[1], values[2], HEADS, W, D,
+            side_bits(FORMAT, True, BITS),
         )  # fmt: skip
     else:
         state = accumulate_tokens(
-            state, p, alphas, betas, v_scale, values[0], values[1], HEADS, W, D, _value_bits(FORMAT, BITS)
+            state, p, alphas, betas, v_scale, values[0], values[1], HEADS, W, D, side_bits(FORMAT, True, BITS)
         )
     return state

@@ -6,23 +6,11 @@ import math
 
 import pytest
 import torch
-from attention_launch import HAS_CUDA
 from flashq_launch import TOLERANCE, draw
 from tiers import covering
 
 from alspec.config import QUANTISED_CODECS
 from alspec.kernels.attention.decode_quantised.quantised_scores import quantised_scores
-
-
-@pytest.fixture(
-    params=[
-        pytest.param("cpu", marks=pytest.mark.skipif(HAS_CUDA, reason="interpreted only where there is no GPU")),
-        pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not HAS_CUDA, reason="needs a CUDA GPU")]),
-    ]
-)
-def device(request: pytest.FixtureRequest) -> torch.device:
-    """The kernel runs in the interpreter, or compiled on a GPU."""
-    return torch.device(request.param)
 
 
 @pytest.mark.parametrize(

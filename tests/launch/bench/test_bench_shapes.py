@@ -119,7 +119,7 @@ def test_a_form_without_a_fused_kernel_is_left_out(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.usefixtures("on_cpu")
 def test_wrong_results(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of others: a notice. Of ours: an error, also if a single long request is wrong."""
+    """A wrong baseline is left out with a notice. A wrong result of ours is an error, even of one request."""
     monkeypatch.setattr(bench_shapes, "_sdpa_padded", lambda case: lambda i: (case.q[i],))
     assert measured(RAGGED, monkeypatch, 10, 30) == [(OURS, 10), (SDPA, 30)]
     assert capsys.readouterr().err.startswith("alspec: torch.sdpa is left out for {'num_qo_heads': 8, ")
