@@ -151,7 +151,7 @@ class DecodeAttention:
         self._speculation = SpecOutput(
             chunk_size,
             self._spec_out,
-            torch.empty(layer.batch_size, num_sums(num_qo_heads, layer.head_dim), 2, device=device),
+            torch.empty(layer.batch_size, num_sums(layer.batch_size, num_qo_heads, layer.head_dim), 2, device=device),
         )
 
     def full(self, q: Tensor, layer: CacheLayer, seq_lens: Tensor) -> Tensor:

@@ -130,7 +130,7 @@ class CollectiveHandover:
             group=group,
             handover_buffers=new(2, -(-size // 4) * 4),
             residuals=new(2, batch, shape.hidden_size),
-            sums=new(shape.tp_size, batch, num_sums(shape.num_qo_heads, shape.head_dim), 2),
+            sums=new(shape.tp_size, batch, num_sums(batch, shape.num_qo_heads, shape.head_dim), 2),
             verdicts=new(2 * shape.tp_size, batch + 1, dtype=torch.int32),
             gate_buffer=gate_buffer,
             spec_branch=Exchange(

@@ -38,7 +38,7 @@ def new_spec_output(chunk_size: int, q: Tensor, parts: int, device: torch.device
     speculation = SpecOutput(
         chunk_size,
         packets[:size].view(parts, *q.shape),
-        torch.full((batch, num_sums(hq, dim), 2), torch.nan, device=q.device),
+        torch.full((batch, num_sums(batch, hq, dim), 2), torch.nan, device=q.device),
         torch.zeros(1, dtype=torch.int32, device=q.device),
         packets[size:].view(parts, batch, hq) if parts > 1 else None,
     )

@@ -179,7 +179,7 @@ def build_captured_step(
     )
     decoder: Decoder
     if pair is not None:
-        sums = torch.zeros(batch_size, num_sums(shape.num_qo_heads, config.head_dim), 2, device=device)
+        sums = torch.zeros(batch_size, num_sums(batch_size, shape.num_qo_heads, config.head_dim), 2, device=device)
         decoder = PairedDecoder(*common, state, pair, sums, stops_early=peer_memory == "symm")
     else:
         handover = CollectiveHandover.allocate(

@@ -61,7 +61,7 @@ class Launch(AttentionLaunch):
             launch.speculation = SpecOutput(
                 chunk_size,
                 spec_out=torch.empty(parts, *q.shape, dtype=torch.int64, device=device),
-                sums=torch.empty(batch, num_sums(q.shape[1], head_dim), 2, device=device),
+                sums=torch.empty(batch, num_sums(batch, q.shape[1], head_dim), 2, device=device),
                 epoch=torch.tensor([EPOCH], dtype=torch.int32, device=device),
                 spec_lse=torch.empty(parts, *q.shape[:2], dtype=torch.int64, device=device) if parts > 1 else None,
             )

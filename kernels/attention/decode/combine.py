@@ -25,6 +25,8 @@ __all__ = [
     "combine_sizes",
     "num_sums",
     "send_spec",
+    "slices_per_program",
+    "store_output",
     "store_partial",
 ]
 
@@ -34,22 +36,28 @@ LANE = tl.constexpr(4)  # channels per lane and load
 SLICE = 8
 WIDE_SLICE = 16
 MAX_NARROW_PROGRAMS = 128
+# Batches have wider slices, up to 128 channels (one load of a warp): more than MAX_PROGRAMS are not resident together.
+MAX_PROGRAMS = 512
 COMBINE_VALUES = 2048  # values that a program loads in one round: 64 registers
 # The ptxas default aims at 64 registers in all, and then delays some loads until earlier ones have arrived.
 COMBINE_REGISTERS = 128
 
 
-def _slice_width(num_qo_heads: int, head_dim: int) -> int:
-    return WIDE_SLICE if num_qo_heads * -(-head_dim // SLICE) > MAX_NARROW_PROGRAMS else SLICE
+def _slice_width(batch_size: int, num_qo_heads: int, head_dim: int) -> int:
+    width = WIDE_SLICE if num_qo_heads * -(-head_dim // SLICE) > MAX_NARROW_PROGRAMS else SLICE
+    widest, rows = min(head_dim, 32 * int(LANE.value)), batch_size * num_qo_heads
+    while width < widest and rows * -(-head_dim // width) > MAX_PROGRAMS:
+        width *= 2
+    return width
 
 
-def num_sums(num_qo_heads: int, head_dim: int) -> int:
+def num_sums(batch_size: int, num_qo_heads: int, head_dim: int) -> int:
     """R, the number of (dist2, norm2) pairs that the heads of one request write for the verdict."""
-    return num_qo_heads * -(-head_dim // _slice_width(num_qo_heads, head_dim))
+    return num_qo_heads * -(-head_dim // _slice_width(batch_size, num_qo_heads, head_dim))
 
 
-def combine_sizes(num_qo_heads: int, head_dim: int, programs_per_head: int) -> tuple[int, int, int]:
-    """Sizes of the combine launch.
+def combine_sizes(batch_size: int, num_qo_heads: int, head_dim: int, programs_per_head: int) -> tuple[int, int, int]:
+    """Sizes of the combine launch of a batch.
 
     Args:
         programs_per_head: programs of the attention launch divided by its outputs.
@@ -57,10 +65,16 @@ def combine_sizes(num_qo_heads: int, head_dim: int, programs_per_head: int) -> t
         (channels per program, programs per query head, partials loaded in one round). One round nearly always covers
         all partials of a head.
     """
-    width = _slice_width(num_qo_heads, head_dim)
+    width = _slice_width(batch_size, num_qo_heads, head_dim)
     side_by_side = 32 * int(LANE.value) // width  # partials that a warp loads at once
     most = -(-(programs_per_head + 2) // side_by_side) * side_by_side
     return width, -(-head_dim // width), min(most, COMBINE_VALUES // width)
+
+
+def slices_per_program(batch_size: int, num_qo_heads: int, head_dim: int) -> int:
+    """Slices that a program combines one after another: more than one only for batches of many heads."""
+    num_slices = -(-head_dim // _slice_width(batch_size, num_qo_heads, head_dim))
+    return -(-batch_size * num_qo_heads * num_slices // MAX_PROGRAMS)
 
 
 @triton.jit
@@ -76,6 +90,31 @@ def store_partial(o, lse, o_ptr, lse_ptr, partial_index, heads, channels, HEADS_
         mask=head_mask[None, :],
     )  # fmt: skip
     tl.store(lse_ptr + partial_index * HEADS_PER_KV + heads, lse, mask=head_mask)
+
+
+@triton.jit
+def store_output(
+    o, lse, output, is_whole, o_ptr, lse_ptr, program, out_ptr, out_lse_ptr, heads, channels,
+    HEADS_PER_KV: tl.constexpr, HEAD_DIM: tl.constexpr,
+):  # fmt: skip
+    """Store what a program computed of an output: a partial, or if `is_whole` the output itself, which is then final.
+
+    Args:
+        o, lse, heads, channels: as for `store_partial`.
+        out_ptr, out_lse_ptr: of the launch's results; None: it always is a partial.
+    """
+    if out_ptr is None:
+        store_partial(o, lse, o_ptr, lse_ptr, program + output, heads, channels, HEADS_PER_KV)
+    else:
+        if is_whole:
+            row, head_mask = output * HEADS_PER_KV + heads, heads < HEADS_PER_KV
+            tl.store(
+                out_ptr + row[None, :] * HEAD_DIM + channels[:, None], o.to(out_ptr.dtype.element_ty),
+                mask=head_mask[None, :] & (channels < HEAD_DIM)[:, None],
+            )  # fmt: skip
+            tl.store(out_lse_ptr + row, lse, mask=head_mask)
+        else:
+            store_partial(o, lse, o_ptr, lse_ptr, program + output, heads, channels, HEADS_PER_KV)
 
 
 @triton.jit

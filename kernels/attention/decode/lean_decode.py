@@ -11,7 +11,7 @@
 With `chunk_size` (S), the attention over sink and window of each output is computed first, by one program or by several
 (one part each). The result is `A~`. It is sent at once, and it is also a partial of the full output. In return, the run
 of such a program is shorter. tile_schedule.py defines the vocabulary of the schedule (output, run, rest, leader, ...).
-On Hopper, tiles of one request are loaded as mainloop_sm90.py describes. Otherwise the compiler pipelines the loads
+On Hopper, tiles are loaded as mainloop_sm90.py describes. Otherwise the compiler pipelines the loads
 (mainloop_sm80.py).
 
 Sources: Lean Attention (Sanovar et al., 2024), section 4; Attention-Level Speculation (Cai et al., 2025), Algorithm 3.
@@ -35,7 +35,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from alspec.kernels.attention.decode.combine import COMBINE_REGISTERS, combine_sizes, num_sums
+from alspec.kernels.attention.decode.combine import COMBINE_REGISTERS, combine_sizes, num_sums, slices_per_program
 from alspec.kernels.attention.decode.mainloop_sm80 import lean_combine_kernel, lean_decode_kernel
 from alspec.kernels.attention.decode.mainloop_sm90 import lean_sm90_kernel
 from alspec.kernels.attention.decode.tile_schedule import ALL, PREDICTOR, REST, extra_window_tiles, spec_block_n
@@ -163,7 +163,7 @@ def lean_decode_attention(
     heads_per_kv = num_qo_heads // num_kv_heads
     heads_pad = triton.next_power_of_2(heads_per_kv)
     width = triton.next_power_of_2(head_dim)
-    use_tma = _uses_tma(q.device, batch_size, heads_per_kv, head_dim, q.dtype)
+    use_tma = _uses_tma(q.device, heads_per_kv, head_dim, q.dtype)
     block_n, long_run, num_stages, pdl = _settings(q.device, width * q.itemsize, use_tma)
     if long_run and heads_pad > 16:  # with more than 128 tokens in a tile the softmax would spill registers
         block_n, long_run = min(128, 2 * block_n), 0
@@ -186,17 +186,24 @@ def lean_decode_attention(
         **({"launch_pdl": True} if pdl else {}),
     }
     scalars = (batch_size, spec.chunk_size if spec else 0)
+    # A program that computes an output of a batch alone writes the result itself.
+    results = (out, lse) if use_tma and batch_size > 1 and spec is None else (None, None)
     if use_tma:
-        kernel, caches = lean_sm90_kernel, _tma_descriptors(k_cache, v_cache, width, block_n, long_run > 0)
+        kernel = lean_sm90_kernel
+        inputs = (*_tma_descriptors(k_cache, v_cache, width, block_n, long_run > 0), seq_lens, *results)
     else:
-        kernel, caches = lean_decode_kernel, (k_cache, v_cache, k_cache.shape[2])
+        kernel, inputs = lean_decode_kernel, (k_cache, v_cache, k_cache.shape[2], seq_lens)
     jit_launch(kernel, (workspace.num_programs,))(
-        q, *caches, seq_lens, spec.spec_out if spec else None, spec.spec_lse if spec else None,
+        q, *inputs, spec.spec_out if spec else None, spec.spec_lse if spec else None,
         spec.epoch if spec else None, workspace.o, workspace.lse, gate, *scalars, sm_scale * math.log2(math.e),
         HEADS_PAD=max(8 if use_tma else 16, heads_pad), STAGES=num_stages,
         READ_LENGTHS_EARLY=pdl and prefetch_before_wait, num_warps=NUM_WARPS, **options,
     )  # fmt: skip
     if phase != "predictor":
+        options |= {
+            "WHOLE": results[0] is not None,
+            "SLICES_PER_PROGRAM": slices_per_program(batch_size, num_qo_heads, head_dim),
+        }
         launch_combine(lean_combine_kernel, seq_lens, workspace, out, lse, spec, gate, scalars, head_dim, options)
 
 
@@ -239,7 +246,7 @@ def check_spec_output(speculation: SpecOutput | None, q: Tensor, phase: Phase, m
     """Raise ValueError if the buffers of `speculation` do not fit the attention of q [B, Hq, D]; None is valid."""
     if speculation is None:
         return
-    expected = (q.shape[0], num_sums(q.shape[1], q.shape[2]), 2)
+    expected = (q.shape[0], num_sums(*q.shape), 2)
     if speculation.sums.shape != expected:
         raise ValueError(f"sums: expected {list(expected)}, found {list(speculation.sums.shape)}")
     parts = speculation.parts
@@ -268,16 +275,19 @@ def launch_combine(
 
     Args:
         kernel: the combine kernel of the codec.
-        scalars, options: further arguments and launch options of the combine kernel, as in the attention launch.
+        scalars, options: further arguments and launch options of the combine kernel, as in the attention launch. With
+            an option SLICES_PER_PROGRAM a program combines as many slices, one after another; otherwise one.
         Others as for `lean_decode_attention`.
     """
     if options["PHASE"] == PHASES["rest"]:
         # Not a dependent launch. Its programs would wait on the SMs that are left free for collectives, and would set
         # these SMs to a large L1. Then the collectives could not start before attention has ended.
         options = {name: value for name, value in options.items() if name != "launch_pdl"} | {"PDL": False}
-    outputs = lse.numel() // options["HEADS_PER_KV"]
-    slice_width, num_slices, round_size = combine_sizes(lse.shape[1], head_dim, workspace.num_programs // outputs)
-    compiled = jit_launch(kernel, (lse.numel() * num_slices,))(
+    batch_size, num_qo_heads = lse.shape
+    programs_per_head = workspace.num_programs * options["HEADS_PER_KV"] // lse.numel()
+    slice_width, num_slices, round_size = combine_sizes(batch_size, num_qo_heads, head_dim, programs_per_head)
+    num_programs = triton.cdiv(lse.numel() * num_slices, options.get("SLICES_PER_PROGRAM", 1))
+    compiled = jit_launch(kernel, (num_programs,))(
         seq_lens,
         workspace.o,
         workspace.lse,
@@ -317,7 +327,7 @@ def spec_parts(
     if batch_size > 1 or heads_per_kv > 8 or not is_hopper(device):
         return 1
     width = triton.next_power_of_2(head_dim)
-    use_tma = _uses_tma(device, batch_size, heads_per_kv, head_dim, dtype)
+    use_tma = _uses_tma(device, heads_per_kv, head_dim, dtype)
     block_n, long_run, num_stages, _ = _settings(device, width * dtype.itemsize, use_tma)
     tokens, programs = int(spec_block_n(block_n, long_run)), num_sms(device)
     tiles = 2 * -(-chunk_size // tokens) + int(extra_window_tiles(tokens))
@@ -334,26 +344,26 @@ def _pad_batch(batch_size: int) -> int:
     return 1 if batch_size == 1 else max(32, triton.next_power_of_2(batch_size))
 
 
-def _uses_tma(device: torch.device, batch_size: int, heads_per_kv: int, head_dim: int, dtype: torch.dtype) -> bool:
-    """True if mainloop_sm90.py serves the launch: Hopper, one request, 16-bit elements, head_dim 33 to 256.
+def _uses_tma(device: torch.device, heads_per_kv: int, head_dim: int, dtype: torch.dtype) -> bool:
+    """True if mainloop_sm90.py serves the launch: Hopper, 16-bit elements, head_dim 33 to 256, <= 16 heads per KV head.
 
     TMA needs rows of a multiple of 16 bytes. Rows of 32 channels or fewer do not fill a 128-byte line of shared memory.
     """
     if not is_hopper(device):
         return False
-    return batch_size == 1 and heads_per_kv <= 16 and dtype.itemsize == 2 and 32 < head_dim <= 256 and head_dim % 8 == 0
+    return heads_per_kv <= 16 and dtype.itemsize == 2 and 32 < head_dim <= 256 and head_dim % 8 == 0
 
 
 def _tma_descriptors(
     k_cache: Tensor, v_cache: Tensor, width: int, block_n: int, has_long: bool
 ) -> tuple[TensorDescriptor, ...]:
-    """TMA descriptors of one request's K and V, [Hkv, N, D]: (K, V) in short tiles, then (K, V) in long tiles."""
-    _, heads, capacity, head_dim = k_cache.shape
+    """TMA descriptors of K and V, [B Hkv, N, D]: (K, V) in short tiles, then (K, V) in long tiles."""
+    batch_size, num_kv_heads, capacity, head_dim = k_cache.shape
     blocks = [[1, block_n, width], [1, 2 * block_n if has_long else block_n, width]]
     element_type = gl.bfloat16 if k_cache.dtype == torch.bfloat16 else gl.float16
     return tuple(
         TensorDescriptor(
-            cache, [heads, capacity, head_dim], [capacity * head_dim, head_dim, 1], block,
+            cache, [batch_size * num_kv_heads, capacity, head_dim], [capacity * head_dim, head_dim, 1], block,
             gl.NVMMASharedLayout.get_default_for(block, element_type),
         )
         for block in blocks for cache in (k_cache, v_cache)

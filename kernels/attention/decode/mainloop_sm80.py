@@ -238,16 +238,14 @@ def lean_decode_kernel(
     epoch = None
     if epoch_ptr is not None:
         epoch = tl.load(epoch_ptr)  # loaded here, to arrive together with seq_lens
-    is_long, rest_tiles, total_rest, parts, leaders, lead_run, followers, run, longer = build_schedule(
+    is_long, rest_tiles, total_rest, parts, schedule = build_schedule(
         seq_lens, num_requests, chunk_size, HKV, PROGRAMS, B_PAD, BLOCK_N, LONG, SPEC, SPEC_PARTS, PHASE
     )
     num_outputs = HKV if B_PAD == 1 else num_requests * HKV
     num_spec = num_outputs * parts if SPEC and PHASE != REST else 0
     block_n = tl.where(is_long, 2 * BLOCK_N, BLOCK_N)
     rest_end = tl.cumsum(rest_tiles, 0)
-    tile, run_end, num_spec_items, num_items = program_work(
-        program, num_spec, leaders, lead_run, followers, run, longer, PROGRAMS, SPEC, PHASE
-    )
+    tile, run_end, num_spec_items, num_items = program_work(program, num_spec, schedule, PROGRAMS, SPEC, PHASE)
     # With two tile loops, do not hoist loop invariants before both: it would spill registers and delay the first load.
     for item in tl.range(num_items, disable_licm=LONG > 0):
         # 2. The output and the tokens of this work item.
@@ -338,37 +336,44 @@ def lean_combine_kernel(
     B_PAD: tl.constexpr,
     BLOCK_N: tl.constexpr,
     LONG: tl.constexpr,
-    SLICE: tl.constexpr,  # channels per program
-    SLICES: tl.constexpr,  # programs per query head
+    SLICE: tl.constexpr,  # channels in a slice
+    SLICES: tl.constexpr,  # slices of a query head
+    SLICES_PER_PROGRAM: tl.constexpr,
     ROUND: tl.constexpr,  # partials loaded together
     SPEC: tl.constexpr,
     SPEC_PARTS: tl.constexpr,
     PHASE: tl.constexpr,  # of the attention kernel
     PDL: tl.constexpr,
+    WHOLE: tl.constexpr,  # the attention kernel has written each output that has only one partial
 ):
-    """Combine the partials of the attention kernel. Grid [B Hkv HEADS_PER_KV SLICES]."""
+    """Combine the partials of the attention kernel. Grid [B Hkv HEADS_PER_KV SLICES / SLICES_PER_PROGRAM]."""
     if PDL:
         gdc_launch_dependents()
-    row, slice_index = tl.program_id(0) // SLICES, tl.program_id(0) % SLICES
-    output, head = row // HEADS_PER_KV, row % HEADS_PER_KV
     seq_lens = load_seq_lens(seq_lens_ptr, num_requests, B_PAD)
-    _, rest_tiles, _, parts, leaders, lead_run, _, run, longer = build_schedule(
+    _, rest_tiles, _, parts, schedule = build_schedule(
         seq_lens, num_requests, chunk_size, HKV, PROGRAMS, B_PAD, BLOCK_N, LONG, SPEC, SPEC_PARTS, PHASE
     )
-    # The rest of an output is one range of tiles; the partials of its runs have consecutive indices.
-    first_tile, tiles = output_tiles(tl.arange(0, 1) + output, rest_tiles // HKV, HKV, B_PAD)
-    first_tile, tiles = tl.sum(first_tile, 0), tl.sum(tiles, 0)
-    first_run = program_of_tile(first_tile, leaders, lead_run, run, longer)
-    last_run = program_of_tile(first_tile + tiles - 1, leaders, lead_run, run, longer)
-    partial_index, runs = first_run + output, tl.where(tiles > 0, last_run - first_run + 1, 0)
     num_outputs = HKV if B_PAD == 1 else num_requests * HKV
-    if PDL:
-        partial_index, runs = await_partials(partial_index, runs)
-    if gate_ptr is not None:
-        if tl.load(gate_ptr) == 0:
-            return
-    combine_output(
-        o_partial_ptr, lse_partial_ptr, partial_index, runs, PROGRAMS + num_outputs + output * SPEC_PARTS, parts,
-        row, head, slice_index, out_ptr, lse_ptr, sums_ptr, HEADS_PER_KV, D, HEAD_DIM, SLICE, SLICES, ROUND, SPEC,
-        SPEC_PARTS,
-    )  # fmt: skip
+    for i in tl.range(SLICES_PER_PROGRAM):
+        index = tl.program_id(0) * SLICES_PER_PROGRAM + i
+        row, slice_index = index // SLICES, index % SLICES
+        output, head = row // HEADS_PER_KV, row % HEADS_PER_KV
+        # The rest of an output is one range of tiles; the partials of its runs have consecutive indices.
+        first_tile, tiles = output_tiles(tl.arange(0, 1) + output, rest_tiles // HKV, HKV, B_PAD)
+        first_tile, tiles = tl.sum(first_tile, 0), tl.sum(tiles, 0)
+        first_run = program_of_tile(first_tile, schedule)
+        last_run = program_of_tile(first_tile + tiles - 1, schedule)
+        partial_index, runs = first_run + output, tl.where(tiles > 0, last_run - first_run + 1, 0)
+        if PDL:
+            partial_index, runs = await_partials(partial_index, runs)
+        is_needed = output < num_outputs
+        if WHOLE:
+            is_needed = is_needed & (runs > 1)
+        if gate_ptr is not None:
+            is_needed = is_needed & (tl.load(gate_ptr) != 0)
+        if is_needed:
+            combine_output(
+                o_partial_ptr, lse_partial_ptr, partial_index, runs, PROGRAMS + num_outputs + output * SPEC_PARTS,
+                parts, row, head, slice_index, out_ptr, lse_ptr, sums_ptr, HEADS_PER_KV, D, HEAD_DIM, SLICE, SLICES,
+                ROUND, SPEC, SPEC_PARTS,
+            )  # fmt: skip

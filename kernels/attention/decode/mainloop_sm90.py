@@ -1,4 +1,4 @@
-"""Main loop of lean decode attention for one request on Hopper: K and V are loaded by TMA.
+"""Main loop of lean decode attention on Hopper: K and V are loaded by TMA.
 
 It computes what mainloop_sm80.py does, with the schedule and the vocabulary of tile_schedule.py. Only the loads differ:
 one TMA instruction copies K or V of a tile into shared memory. As soon as all warps have read tile i, the program
@@ -30,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_wait
 
-from alspec.kernels.attention.decode.combine import send_spec, store_partial
+from alspec.kernels.attention.decode.combine import send_spec, store_output, store_partial
 from alspec.kernels.attention.decode.tile_schedule import (
     ALL,
     PAUSE,
@@ -40,6 +40,7 @@ from alspec.kernels.attention.decode.tile_schedule import (
     count_tiles,
     delay_for_predictor,
     head_of_tile,
+    locate,
     num_spec_parts,
     program_work,
     spec_block_n,
@@ -91,17 +92,42 @@ def _tile_start(cursor, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
-def _advance(cursor, next_range, BLOCK_N: gl.constexpr):
-    """Return the cursor (output, token, end) of the next tile; after `end` the tiles of `next_range` follow.
+def _next_output(output, batch, HKV: gl.constexpr, SPEC: gl.constexpr):
+    """Return the cursor (output, token, end) of the next output that has a rest; past the last output it has no use.
 
     Args:
-        next_range: (token, end, increment of the output).
+        batch: (seq_lens_ptr, num_requests, chunk_size). The lengths are in L1 after the first load.
+    """
+    seq_lens_ptr, num_requests, chunk_size = batch
+    output += 1
+    request = gl.minimum((output.to(gl.uint32) // HKV).to(gl.int32), num_requests - 1)
+    sink, window = token_ranges(gl.load(seq_lens_ptr + request), chunk_size, SPEC)
+    if SPEC:
+        while (sink >= window) & (request < num_requests - 1):
+            request += 1
+            output = request * HKV
+            sink, window = token_ranges(gl.load(seq_lens_ptr + request), chunk_size, SPEC)
+    return output, sink, window
+
+
+@gluon.jit
+def _advance(cursor, next_range, batch, BLOCK_N: gl.constexpr, HKV: gl.constexpr, SPEC: gl.constexpr):
+    """Return the cursor (output, token, end) of the next tile.
+
+    Args:
+        next_range: the range that follows `end`: (token, end, increment of the output).
+        batch: as for `_next_output`, which then finds the next range; or None.
     """
     output, token, end = cursor
     token += BLOCK_N
     crosses = token >= end
-    output += gl.where(crosses, next_range[2], 0)
-    return output, gl.where(crosses, next_range[0], token), gl.where(crosses, next_range[1], end)
+    if batch is None:
+        output += gl.where(crosses, next_range[2], 0)
+        token, end = gl.where(crosses, next_range[0], token), gl.where(crosses, next_range[1], end)
+    else:
+        if crosses:
+            output, token, end = _next_output(output, batch, HKV, SPEC)
+    return output, token, end
 
 
 @gluon.jit
@@ -124,14 +150,14 @@ def _issue_copy(desc, bars, tiles, stage, cursor, enable):
 
 @gluon.jit
 def _load_query(
-    q_ptr, output, HKV: gl.constexpr, HEADS_PAD: gl.constexpr, HEADS_PER_KV: gl.constexpr, D: gl.constexpr,
+    q_ptr, output, num_outputs, HEADS_PAD: gl.constexpr, HEADS_PER_KV: gl.constexpr, D: gl.constexpr,
     HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
     """Load q [HEADS_PAD, D] of one output, that is, of the query heads of one KV head; padding is 0."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [WARPS, 1], [1, 0])
     heads = gl.arange(0, HEADS_PAD, layout=gl.SliceLayout(1, layout))[:, None]
     channels = gl.arange(0, D, layout=gl.SliceLayout(0, layout))[None, :]
-    q_mask = (heads < HEADS_PER_KV) & (channels < HEAD_DIM) & (output < HKV)
+    q_mask = (heads < HEADS_PER_KV) & (channels < HEAD_DIM) & (output < num_outputs)
     return gl.load(q_ptr + (output * HEADS_PER_KV + heads) * HEAD_DIM + channels, mask=q_mask, other=0.0)
 
 
@@ -186,7 +212,10 @@ def _partial_indices(o):
 
 
 @gluon.jit
-def _issue_first_copies(streams, cursor, next_range, count, tiles_done, was_delayed, PREFETCH_TILE: gl.constexpr):
+def _issue_first_copies(
+    streams, cursor, next_range, batch, count, tiles_done, was_delayed, HKV: gl.constexpr, SPEC: gl.constexpr,
+    PREFETCH_TILE: gl.constexpr,
+):  # fmt: skip
     """Issue the copies of the first tiles of a work item.
 
     With PREFETCH_TILE, tile 0 is issued before `gdc_wait`. No further tile is, because q would queue behind it. Tile 0
@@ -220,15 +249,15 @@ def _issue_first_copies(streams, cursor, next_range, count, tiles_done, was_dela
         _issue_copy(k_desc, k_bars, k_tiles, stage, cursor, enable)
         _issue_copy(v_desc, v_bars, v_tiles, stage, cursor, enable)
         last_cursor = cursor
-        cursor = _advance(cursor, next_range, BLOCK_N)
+        cursor = _advance(cursor, next_range, batch, BLOCK_N, HKV, SPEC)
     return last_cursor, cursor
 
 
 @gluon.jit
 def _attend_run(
     streams, q_ptr, q_tile, warp_buffer, cursor, next_range, count, tiles_done, o_ptr, lse_ptr, qk_scale, program,
-    was_delayed, HKV: gl.constexpr, HEADS_PER_KV: gl.constexpr, HEAD_DIM: gl.constexpr, IS_SPEC: gl.constexpr,
-    PREFETCH_TILE: gl.constexpr,
+    num_outputs, batch, out_ptr, out_lse_ptr, is_whole, was_delayed, HKV: gl.constexpr, HEADS_PER_KV: gl.constexpr,
+    HEAD_DIM: gl.constexpr, SPEC: gl.constexpr, IS_SPEC: gl.constexpr, PREFETCH_TILE: gl.constexpr,
 ):  # fmt: skip
     """Online softmax over `count` tiles. Copies for the next output start before this output ends.
 
@@ -238,11 +267,14 @@ def _attend_run(
         next_range: (token, end, increment of the output) of the range that follows `end`. With IS_SPEC it belongs to
             the same output, and the increment is 0. Otherwise it is the range of every further output, and the
             increment is 1.
+        batch: None with IS_SPEC or one request; otherwise as for `_next_output`, in place of `next_range`.
+        out_ptr, out_lse_ptr: as for `store_output`.
+        is_whole: the run begins with the first tile of its first output.
         tiles_done: tiles that this program has loaded before; gives the stage and parity of the next tile.
         was_delayed: as for `_issue_first_copies`.
     Returns:
-        (o, lse, output) of the last output: o [D, HEADS_PAD], normalised, and lse [HEADS_PAD], base 2, both in the
-        layout for the store. The partials of earlier outputs are stored here.
+        (o, lse, output, is_whole) of the last output: o [D, HEADS_PAD], normalised, and lse [HEADS_PAD], base 2, both
+        in the layout for the store; whether it has all tiles of that output. Earlier outputs are stored here.
     """
     k_desc, v_desc, k_tiles, v_tiles, k_bars, v_bars = streams
     BLOCK_N: gl.constexpr = k_tiles.shape[2]
@@ -255,15 +287,17 @@ def _attend_run(
     output, token, end = cursor
     if PREFETCH_TILE:
         v_cursor, k_cursor = _issue_first_copies(
-            streams, cursor, next_range, count, tiles_done, was_delayed, PREFETCH_TILE
+            streams, cursor, next_range, batch, count, tiles_done, was_delayed, HKV, SPEC, PREFETCH_TILE
         )
     # Without PREFETCH_TILE q is ready: load it before the tiles. Load q of the next output early, to hide its latency.
-    q = _load_query(q_ptr, output, HKV, HEADS_PAD, HEADS_PER_KV, D, HEAD_DIM)
+    q = _load_query(q_ptr, output, num_outputs, HEADS_PAD, HEADS_PER_KV, D, HEAD_DIM)
     if not IS_SPEC:
-        next_q = _load_query(q_ptr, output + 1, HKV, HEADS_PAD, HEADS_PER_KV, D, HEAD_DIM)
+        following = output + 1, next_range[0], next_range[1]
+        upcoming = following if batch is None else _next_output(output, batch, HKV, SPEC)
+        next_q = _load_query(q_ptr, upcoming[0], num_outputs, HEADS_PAD, HEADS_PER_KV, D, HEAD_DIM)
     if not PREFETCH_TILE:
         v_cursor, k_cursor = _issue_first_copies(
-            streams, cursor, next_range, count, tiles_done, was_delayed, PREFETCH_TILE
+            streams, cursor, next_range, batch, count, tiles_done, was_delayed, HKV, SPEC, PREFETCH_TILE
         )
     _store_query(q_tile, q)
     zero_scores = gl.zeros([BLOCK_N, HEADS_PAD], gl.float32, _mma_layout(HEADS_PAD))
@@ -271,14 +305,20 @@ def _attend_run(
     row_max, weight_sums, acc = _init_softmax(BLOCK_N, HEADS_PAD, D)
     for i in range(count):
         if token >= end:
-            token, end = next_range[0], next_range[1]
-            if not IS_SPEC:
+            if IS_SPEC:
+                token, end = next_range[0], next_range[1]
+            else:
                 o, lse = _finish_softmax(row_max, weight_sums, acc, warp_buffer, HEADS_PER_KV)
-                store_partial(o, lse, o_ptr, lse_ptr, program + output, *_partial_indices(o), HEADS_PER_KV)
+                store_output(
+                    o, lse, output, is_whole, o_ptr, lse_ptr, program, out_ptr, out_lse_ptr, *_partial_indices(o),
+                    HEADS_PER_KV, HEAD_DIM,
+                )  # fmt: skip
+                is_whole = token > 0  # true; a tensor, as before
                 row_max, weight_sums, acc = _init_softmax(BLOCK_N, HEADS_PAD, D)
-                output += 1
                 _store_query(q_tile, next_q)
-                next_q = _load_query(q_ptr, output + 1, HKV, HEADS_PAD, HEADS_PER_KV, D, HEAD_DIM)
+                output, token, end = upcoming
+                upcoming = (output + 1, token, end) if batch is None else _next_output(output, batch, HKV, SPEC)
+                next_q = _load_query(q_ptr, upcoming[0], num_outputs, HEADS_PAD, HEADS_PER_KV, D, HEAD_DIM)
         stage, parity = _stage_and_parity(tiles_done + i, STAGES)
         mbarrier.wait(k_bars.index(stage), parity)
         k = k_tiles.index(stage).reshape([BLOCK_N, D])
@@ -293,7 +333,7 @@ def _attend_run(
         last_stage, _ = _stage_and_parity(stage + STAGES - 1, STAGES)
         _issue_copy(v_desc, v_bars, v_tiles, last_stage, v_cursor, (i > 0) & (i + STAGES <= count))
         _issue_copy(k_desc, k_bars, k_tiles, stage, k_cursor, i + STAGES < count)
-        v_cursor, k_cursor = k_cursor, _advance(k_cursor, next_range, BLOCK_N)
+        v_cursor, k_cursor = k_cursor, _advance(k_cursor, next_range, batch, BLOCK_N, HKV, SPEC)
         tile_max = gl.max(warp_buffer.load(_warp_values_layout(HEADS_PAD)), 0)
         new_max = gl.maximum(row_max, gl.convert_layout(tile_max, row_max.type.layout, assert_trivial=True))
         p = gl.exp2(s - new_max[None, :])
@@ -308,23 +348,24 @@ def _attend_run(
         acc = warpgroup_mma_wait(0, [acc])
         token += BLOCK_N
     o, lse = _finish_softmax(row_max, weight_sums, acc, warp_buffer, HEADS_PER_KV)
-    return o, lse, output
+    return o, lse, output, is_whole & (token >= end)
 
 
 # Not specialised: Triton makes an argument of 1 a constexpr, and calls with it would not compile.
 @gluon.jit(do_not_specialize=["num_requests", "chunk_size"])
 def lean_sm90_kernel(
-    q_ptr, k_desc, v_desc, k_long, v_long, seq_lens_ptr, spec_out_ptr, spec_lse_ptr, epoch_ptr,
+    q_ptr, k_desc, v_desc, k_long, v_long, seq_lens_ptr, out_ptr, out_lse_ptr, spec_out_ptr, spec_lse_ptr, epoch_ptr,
     o_partial_ptr, lse_partial_ptr, gate_ptr, num_requests, chunk_size, qk_scale, HKV: gl.constexpr,
     HEADS_PER_KV: gl.constexpr, HEADS_PAD: gl.constexpr, D: gl.constexpr, HEAD_DIM: gl.constexpr,
     PROGRAMS: gl.constexpr, B_PAD: gl.constexpr, BLOCK_N: gl.constexpr, LONG: gl.constexpr, STAGES: gl.constexpr,
     SPEC: gl.constexpr, SPEC_PARTS: gl.constexpr, PHASE: gl.constexpr, PDL: gl.constexpr,
     READ_LENGTHS_EARLY: gl.constexpr,
 ):  # fmt: skip
-    """Write the partials of one request, and with speculation `A~`. Grid [PROGRAMS].
+    """Write the partials, and with speculation `A~`. Grid [PROGRAMS].
 
-    Arguments as for `lean_decode_kernel`, except that K and V are TMA descriptors of [Hkv, capacity, head_dim]:
+    Arguments as for `lean_decode_kernel`, except that K and V are TMA descriptors of [B Hkv, capacity, head_dim]:
     k_desc, v_desc with tiles of BLOCK_N tokens; k_long, v_long with tiles of 2 BLOCK_N (BLOCK_N if LONG is 0).
+    out_ptr, out_lse_ptr are the results of the launch, for a batch without speculation; otherwise None.
     """
     # A short tile fills half a buffer.
     k_buffers = gl.allocate_shared_memory(k_desc.dtype, [STAGES] + k_long.block_shape, k_long.layout)  # noqa: RUF005
@@ -345,20 +386,31 @@ def lean_sm90_kernel(
     PREFETCH_TILE: gl.constexpr = READ_LENGTHS_EARLY and not SPEC and gate_ptr is None
     if PDL and not READ_LENGTHS_EARLY:
         start_after(False)
-    seq_len = gl.load(seq_lens_ptr)
+    request_layout: gl.constexpr = gl.BlockedLayout([1 if B_PAD == 1 else B_PAD // 32], [32], [WARPS], [0])
+    if B_PAD == 1:
+        seq_len = gl.load(seq_lens_ptr)
+        batch = None
+    else:
+        requests = gl.arange(0, B_PAD, layout=request_layout)
+        lengths = gl.load(seq_lens_ptr + requests, mask=requests < num_requests, other=0)
+        batch = seq_lens_ptr, num_requests, chunk_size
     if PDL and READ_LENGTHS_EARLY:
         start_after(PREFETCH_TILE)
     if gate_ptr is not None:
         if gl.load(gate_ptr) == 0:
             return
 
-    # 1. Values that depend on the length alone.
+    # 1. Values that depend on the lengths alone.
     program = gl.program_id(0)
     epoch = None
     if epoch_ptr is not None:
-        epoch = gl.load(epoch_ptr)  # loaded here, to arrive together with the length
-    sink, window = token_ranges(seq_len, chunk_size, SPEC)
-    lengths = gl.full([1], seq_len, gl.int32, gl.BlockedLayout([1], [32], [WARPS], [0]))
+        epoch = gl.load(epoch_ptr)  # loaded here, to arrive together with the lengths
+    num_outputs = HKV
+    if B_PAD == 1:
+        sink, window = token_ranges(seq_len, chunk_size, SPEC)
+        lengths = gl.full([1], seq_len, gl.int32, request_layout)
+    else:
+        num_outputs = num_requests * HKV
     num_spec = 0
 
     tiles_done = program * 0  # 0 as a tensor: `_stage_and_parity` converts it
@@ -367,53 +419,70 @@ def lean_sm90_kernel(
         SPEC_N: gl.constexpr = spec_block_n(BLOCK_N, LONG)
         sinks, windows = token_ranges(lengths, chunk_size, SPEC)
         parts = num_spec_parts(sinks, lengths - windows, chunk_size, SPEC_N, SPEC_PARTS)
-        num_spec = HKV * parts
+        num_spec = num_outputs * parts
         # No hoisting of loop invariants: before the loop they would delay the first copy.
         for spec_index in tl.range(program, num_spec, PROGRAMS, disable_licm=True):
-            part = (spec_index.to(gl.uint32) // HKV).to(gl.int32)
-            output = spec_index - part * HKV
+            if B_PAD == 1:
+                part = (spec_index.to(gl.uint32) // HKV).to(gl.int32)
+                output = spec_index - part * HKV
+            else:
+                part, output = 0, spec_index
+                seq_len = gl.load(seq_lens_ptr + (output.to(gl.uint32) // HKV).to(gl.int32))
+                sink, window = token_ranges(seq_len, chunk_size, SPEC)
             first, end, count = spec_part_tokens(part, sink, window, seq_len, chunk_size, SPEC_N, SPEC_PARTS)
-            # was_delayed is None, IS_SPEC True, PREFETCH_TILE False.
-            o, lse, _ = _attend_run(
+            # batch, out_ptr, out_lse_ptr and was_delayed are None, is_whole has no use; IS_SPEC, no PREFETCH_TILE.
+            o, lse, _, _ = _attend_run(
                 long_streams if SPEC_N > BLOCK_N else streams, q_ptr, q_tile, warp_buffer, (output, first, end),
-                (window, seq_len, 0), count, tiles_done, o_partial_ptr, lse_partial_ptr, qk_scale, program, None, HKV,
-                HEADS_PER_KV, HEAD_DIM, True, False,
+                (window, seq_len, 0), count, tiles_done, o_partial_ptr, lse_partial_ptr, qk_scale, program,
+                num_outputs, None, None, None, count > 0, None, HKV, HEADS_PER_KV, HEAD_DIM, SPEC, True, False,
             )  # fmt: skip
             tiles_done += count
             indices = _partial_indices(o)
             send_spec(
-                o, lse, output, part, parts, HKV * HEADS_PER_KV, spec_out_ptr, spec_lse_ptr, epoch, *indices,
+                o, lse, output, part, parts, num_outputs * HEADS_PER_KV, spec_out_ptr, spec_lse_ptr, epoch, *indices,
                 HEADS_PER_KV, HEAD_DIM, SPEC_PARTS,
             )  # fmt: skip
-            partial_index = PROGRAMS + HKV + output * SPEC_PARTS + part
+            partial_index = PROGRAMS + num_outputs + output * SPEC_PARTS + part
             store_partial(o, lse, o_partial_ptr, lse_partial_ptr, partial_index, *indices, HEADS_PER_KV)
 
     if PHASE != PREDICTOR:
         # 3. The run of this program. `_attend_run` stores the partials of all outputs but the last.
-        is_long, _, total_rest, _, leaders, lead_run, followers, run, longer = build_schedule(
+        is_long, rest_tiles, total_rest, _, schedule = build_schedule(
             lengths, num_requests, chunk_size, HKV, PROGRAMS, B_PAD, BLOCK_N, LONG, SPEC, SPEC_PARTS, PHASE
         )
-        tile, run_end, num_spec_items, _ = program_work(
-            program, num_spec, leaders, lead_run, followers, run, longer, PROGRAMS, SPEC, PHASE
-        )
+        tile, run_end, num_spec_items, _ = program_work(program, num_spec, schedule, PROGRAMS, SPEC, PHASE)
         if SPEC and PHASE == ALL:
             if (num_spec_items > 0) & (tile >= run_end):
                 return
         was_delayed = delay_for_predictor(
             program, 0, num_spec, total_rest, is_long, BLOCK_N, D, PROGRAMS, SPEC, PHASE, PDL
         )  # fmt: skip
+        first_output, first_tile = 0, 0
+        if B_PAD > 1:
+            request, first_tile = locate(tile, tl.cumsum(rest_tiles, 0))
+            request = gl.minimum(request, num_requests - 1)  # a program without tiles
+            first_output = request * HKV
+            sink, window = token_ranges(gl.load(seq_lens_ptr + request), chunk_size, SPEC)
         rest = count_tiles(window - sink, is_long, BLOCK_N)
-        head = head_of_tile(tile, rest, HKV)
-        begin = sink + (tile - head * rest) * gl.where(is_long, 2 * BLOCK_N, BLOCK_N)
+        head = head_of_tile(tile - first_tile, rest, HKV)
+        first_tile += head * rest
+        begin = sink + (tile - first_tile) * gl.where(is_long, 2 * BLOCK_N, BLOCK_N)
         args = (
-            q_ptr, q_tile, warp_buffer, (head, begin, window), (sink, window, 1), run_end - tile, tiles_done,
-            o_partial_ptr, lse_partial_ptr, qk_scale, program,
+            q_ptr, q_tile, warp_buffer, (first_output + head, begin, window), (sink, window, 1), run_end - tile,
+            tiles_done, o_partial_ptr, lse_partial_ptr, qk_scale, program, num_outputs,
         )  # fmt: skip
         if LONG > 0 and is_long:
-            o, lse, output = _attend_run(
-                long_streams, *args, was_delayed, HKV, HEADS_PER_KV, HEAD_DIM, False, PREFETCH_TILE
-            )
+            o, lse, output, is_whole = _attend_run(
+                long_streams, *args, batch, out_ptr, out_lse_ptr, tile == first_tile, was_delayed, HKV, HEADS_PER_KV,
+                HEAD_DIM, SPEC, False, PREFETCH_TILE,
+            )  # fmt: skip
         else:
-            o, lse, output = _attend_run(streams, *args, was_delayed, HKV, HEADS_PER_KV, HEAD_DIM, False, PREFETCH_TILE)
+            o, lse, output, is_whole = _attend_run(
+                streams, *args, batch, out_ptr, out_lse_ptr, tile == first_tile, was_delayed, HKV, HEADS_PER_KV,
+                HEAD_DIM, SPEC, False, PREFETCH_TILE,
+            )  # fmt: skip
         if tile < run_end:
-            store_partial(o, lse, o_partial_ptr, lse_partial_ptr, program + output, *_partial_indices(o), HEADS_PER_KV)
+            store_output(
+                o, lse, output, is_whole, o_partial_ptr, lse_partial_ptr, program, out_ptr, out_lse_ptr,
+                *_partial_indices(o), HEADS_PER_KV, HEAD_DIM,
+            )  # fmt: skip

@@ -10,6 +10,9 @@ Terms (the method is described in lean_decode.py):
 - *leader*: a program that begins with a spec item. Its run is shorter by the cost of that item. *Follower*: any other
   program. If there are at least as many spec items as programs, no program is a leader.
 - *work item*: a spec item or a run. A program computes its spec items first, then its run.
+- *grain*: the tiles that are dealt to programs together: one, or all of an output if all outputs have equally many and
+  no program gets much longer work by it. Then no output is split.
+- *schedule*: the tuple (leaders, lead_run, followers, run, longer, grain), see `_divide_work`.
 - *partial index*: the place of a partial in the workspace. The partial that a program writes for an output of its run
   has the index `program + output`. The index grows by one with each further run, and with each further output within a
   run, so no two partials share an index. The partials of spec items come after the partials of all runs.
@@ -65,6 +68,8 @@ HEAD_START, BUSY_KB = tl.constexpr(320), tl.constexpr(244)
 PAUSE = tl.constexpr(1600)
 # With at least this many tiles in a run all programs work: more memory bandwidth then outweighs fewer partials.
 MANY_TILES = tl.constexpr(32)
+# Outputs of a batch are not split if the busiest program then has at most 1 / WHOLE_SHARE more tiles than the average.
+WHOLE_SHARE = tl.constexpr(16)
 
 
 @triton.jit
@@ -123,10 +128,10 @@ def _programs_without_spec(num_spec, programs):
 
 @triton.jit
 def _divide_work(
-    num_spec, spec_tiles, total_rest, HKV: tl.constexpr, MAX_PARTS: tl.constexpr, PROGRAMS: tl.constexpr,
+    num_spec, spec_tiles, total_rest, grain, HKV: tl.constexpr, MAX_PARTS: tl.constexpr, PROGRAMS: tl.constexpr,
     EVEN: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
-    """Divide the tiles of the rest over the programs.
+    """Divide the tiles of the rest over the programs, in grains; grains have one tile with speculation.
 
     `leaders` programs begin with a spec item and then compute `lead_run` tiles. The other tiles go to `followers`
     programs: `run` tiles each, and one more for the first `longer` of them. A spec item counts as `spec_tiles` tiles.
@@ -137,10 +142,10 @@ def _divide_work(
     powers of two, and then fewer runs cross from one head into the next.
 
     Args:
-        num_spec: number of spec items.  spec_tiles: cost of each.  total_rest: tiles of the rest of all outputs.
+        num_spec: number of spec items.  spec_tiles: cost of each.  total_rest: grains in the rests of all outputs.
         MAX_PARTS: largest number of parts of `A~` for each of HKV heads of one request; 0 with a batch.
     Returns:
-        The schedule (leaders, lead_run, followers, run, longer).
+        The schedule (leaders, lead_run, followers, run, longer, grain); the first five count programs or grains.
     """
     if SPEC:
         leaders = tl.where(num_spec < PROGRAMS, num_spec, 0)
@@ -170,28 +175,23 @@ def _divide_work(
             others, run = tl.where(is_even, EVEN, others), tl.where(is_even, _udiv_const(left, EVEN), run)
     followers = tl.maximum(tl.minimum(others, left), 1)
     run = tl.where(left < others, tl.minimum(left, 1), run)
-    return leaders, lead_run, followers, run, left - run * followers
+    return leaders, lead_run, followers, run, left - run * followers, grain
 
 
 @triton.jit
-def _run_start(program, leaders, lead_run, followers, run, longer):
-    """First tile of a program's run. Programs past the last follower start at the total number of tiles.
-
-    Args:
-        leaders, ..., longer: the schedule, from `_divide_work`.
-    """
+def _run_start(program, schedule):
+    """First tile of a program's run. Programs past the last follower start at the total number of tiles."""
+    leaders, lead_run, followers, run, longer, grain = schedule
     follower = tl.minimum(program - leaders, followers)
     start = leaders * lead_run + follower * run + tl.minimum(follower, longer)
-    return tl.where(program < leaders, program * lead_run, start)
+    return tl.where(program < leaders, program * lead_run, start) * grain
 
 
 @triton.jit
-def program_of_tile(tile, leaders, lead_run, run, longer):
-    """The program whose run contains a tile: the inverse of `_run_start`. It has one division, because that is slow.
-
-    Args:
-        leaders, ..., longer: the schedule, from `_divide_work`.
-    """
+def program_of_tile(tile, schedule):
+    """The program whose run contains a tile: the inverse of `_run_start`, with few divisions, because they are slow."""
+    leaders, lead_run, _, run, longer, grain = schedule
+    tile = _udiv(tile, tile * 0 + grain)  # as a tensor; the compiler drops a division by 1
     after = tile - leaders * lead_run
     is_lead = after < 0
     is_longer = after < longer * (run + 1)
@@ -281,19 +281,14 @@ def spec_part_tokens(part, sink, window, seq_len, chunk_size, SPEC_N: tl.constex
 
 
 @triton.jit
-def program_work(
-    program, num_spec, leaders, lead_run, followers, run, longer, PROGRAMS: tl.constexpr, SPEC: tl.constexpr,
-    PHASE: tl.constexpr,
-):  # fmt: skip
+def program_work(program, num_spec, schedule, PROGRAMS: tl.constexpr, SPEC: tl.constexpr, PHASE: tl.constexpr):
     """The work items of a program: first its spec items, each sent before the next work item, then its run.
 
-    Args:
-        leaders, ..., longer: the schedule, from `_divide_work`.
     Returns:
         (tile, run_end, num_spec_items, num_items): the run is tiles [tile, run_end).
     """
-    tile = _run_start(program, leaders, lead_run, followers, run, longer)
-    run_end = _run_start(program + 1, leaders, lead_run, followers, run, longer)
+    tile = _run_start(program, schedule)
+    run_end = _run_start(program + 1, schedule)
     if PHASE == PREDICTOR:
         tile = run_end + 0
     # At least one work item, even an empty one. The loop body is then no branch, so the compiler computes what it can
@@ -374,7 +369,7 @@ def build_schedule(
         is_long: the rest has long tiles.
         rest_tiles: [B_PAD], tiles of the rest of each request, over all its KV heads.  total_rest: their sum.
         parts: number of parts of `A~` that have tiles.
-        leaders, lead_run, followers, run, longer: the schedule, from `_divide_work`.
+        schedule: from `_divide_work`.
     """
     SPEC_N: tl.constexpr = spec_block_n(BLOCK_N, LONG)
     sink, window = token_ranges(seq_lens, chunk_size, SPEC)
@@ -389,11 +384,18 @@ def build_schedule(
         all_spec_tiles = num_outputs * parts * part_tiles if SPEC else 0
         longest = _cdiv_const(tiles + 2 * all_spec_tiles, PROGRAMS)
         is_long |= 2 * _cdiv_const(long_tiles + all_spec_tiles, PROGRAMS) <= longest
-    rest_tiles = count_tiles(window - sink, is_long, BLOCK_N) * HKV
+    head_tiles = count_tiles(window - sink, is_long, BLOCK_N)
+    rest_tiles = head_tiles * HKV
     total_rest = tl.sum(rest_tiles, 0)
+    grains, grain = total_rest, 1
+    if B_PAD > 1 and not SPEC:
+        longest_head = tl.max(head_tiles, 0)
+        busiest, average = _cdiv_const(num_outputs, PROGRAMS) * longest_head, _cdiv_const(total_rest, PROGRAMS)
+        is_whole = (longest_head * num_outputs == total_rest) & (busiest <= average + average // WHOLE_SHARE)
+        grains, grain = tl.where(is_whole, num_outputs, total_rest), tl.where(is_whole, longest_head, 1)
     EVEN: tl.constexpr = PROGRAMS // 8 * 8 if B_PAD == 1 and PROGRAMS > 8 else PROGRAMS
-    leaders, lead_run, followers, run, longer = _divide_work(
+    schedule = _divide_work(
         num_outputs * parts, count_tiles(part_tiles * SPEC_N, is_long, BLOCK_N) + SPEC_OVERHEAD,
-        total_rest, HKV, SPEC_PARTS if B_PAD == 1 else 0, PROGRAMS, EVEN, SPEC and PHASE == ALL,
+        grains, grain, HKV, SPEC_PARTS if B_PAD == 1 else 0, PROGRAMS, EVEN, SPEC and PHASE == ALL,
     )  # fmt: skip
-    return is_long, rest_tiles, total_rest, parts, leaders, lead_run, followers, run, longer
+    return is_long, rest_tiles, total_rest, parts, schedule

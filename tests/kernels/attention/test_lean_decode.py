@@ -219,7 +219,7 @@ def test_many_partials_are_combined_in_rounds(
     launch.run()
     launch.compare(check)
     partials = launch.workspace.lse[: launch.workspace.num_programs, 0]
-    assert partials.isfinite().sum() > combine_sizes(4, 128, num_programs // len(lengths))[2]
+    assert partials.isfinite().sum() > combine_sizes(len(lengths), 4, 128, num_programs // len(lengths))[2]
 
 
 EQUAL_RUNS = [(1, 1), (40, 40), (41, 41), (42, 42), (43, 40), (80, 40), (81, 42)]
@@ -450,14 +450,14 @@ def _schedule_facts_kernel(
     """Facts of the schedule of one request; program i takes a request of i + 1 tokens; grid [N]."""
     at = facts_ptr + tl.program_id(0) * 6
     seq_lens = tl.zeros([1], tl.int32) + (tl.program_id(0) + 1)
-    is_long, _, total_rest, parts, _, lead_run, followers, _, _ = build_schedule(
+    is_long, _, total_rest, parts, schedule = build_schedule(
         seq_lens, 1, chunk_size, HKV, PROGRAMS, 1, BLOCK_N, LONG, SPEC, SPEC_PARTS, 0
     )
     tl.store(at, tl.where(is_long, 1, 0))
     tl.store(at + 1, total_rest)
     tl.store(at + 2, parts)
-    tl.store(at + 3, lead_run)
-    tl.store(at + 4, followers)
+    tl.store(at + 3, schedule[1])  # lead_run
+    tl.store(at + 4, schedule[2])  # followers
     tl.store(at + 5, head_start(total_rest, is_long, BLOCK_N, HEAD_DIM, PROGRAMS))
 
 
@@ -466,7 +466,7 @@ def lengths_at_switches(launch: Launch, capacity: int) -> list[int]:
     device, programs = launch.q.device, launch.workspace.num_programs
     num_kv_heads, head_dim = launch.k.shape[1], launch.k.shape[3]
     spec, row_bytes = launch.speculation, head_dim * launch.q.itemsize
-    copies = _uses_tma(device, 1, launch.q.shape[1] // num_kv_heads, head_dim, launch.q.dtype)
+    copies = _uses_tma(device, launch.q.shape[1] // num_kv_heads, head_dim, launch.q.dtype)
     block_n, long_run, *_ = _settings(device, row_bytes, copies)
     facts = torch.empty(capacity, 6, dtype=torch.int32, device=device)
     _schedule_facts_kernel[(capacity,)](

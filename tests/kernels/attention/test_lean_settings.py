@@ -79,31 +79,29 @@ def test_tiles_of_tma_copies(head_dim: int, expected: tuple[int, int], gpu: Call
 
 
 @pytest.mark.parametrize(
-    ("major", "batch_size", "heads_per_kv", "head_dim", "dtype", "expected"),
+    ("major", "heads_per_kv", "head_dim", "dtype", "expected"),
     [
-        (9, 1, 4, 128, torch.bfloat16, True),
-        (9, 1, 16, 64, torch.float16, True),
-        (9, 1, 1, 256, torch.bfloat16, True),
-        (9, 2, 4, 128, torch.bfloat16, False),
-        (9, 1, 17, 128, torch.bfloat16, False),
-        (9, 1, 4, 32, torch.bfloat16, False),
-        (9, 1, 4, 100, torch.bfloat16, False),  # rows of 200 bytes
-        (9, 1, 4, 40, torch.bfloat16, True),
-        (9, 1, 4, 128, torch.float32, False),
-        (8, 1, 4, 128, torch.bfloat16, False),
-        (10, 1, 4, 128, torch.bfloat16, False),
+        (9, 4, 128, torch.bfloat16, True),
+        (9, 16, 64, torch.float16, True),
+        (9, 1, 256, torch.bfloat16, True),
+        (9, 17, 128, torch.bfloat16, False),
+        (9, 4, 32, torch.bfloat16, False),
+        (9, 4, 100, torch.bfloat16, False),  # rows of 200 bytes
+        (9, 4, 40, torch.bfloat16, True),
+        (9, 4, 128, torch.float32, False),
+        (8, 4, 128, torch.bfloat16, False),
+        (10, 4, 128, torch.bfloat16, False),
     ],
 )
 def test_which_caches_tma_copies(
     major: int,
-    batch_size: int,
     heads_per_kv: int,
     head_dim: int,
     dtype: torch.dtype,
     expected: bool,
     gpu: Callable[..., torch.device],
 ) -> None:
-    sizes = (batch_size, heads_per_kv, head_dim, dtype)
+    sizes = (heads_per_kv, head_dim, dtype)
     assert _uses_tma(gpu(major, 232448), *sizes) == expected
     assert not _uses_tma(torch.device("cpu"), *sizes)
 

@@ -422,7 +422,7 @@ def test_wrong_arguments_are_refused_before_a_launch(device: torch.device, monke
         quantised_decode_attention(launch.q, launch.layer, *args, phase="rest")
     with pytest.raises(ValueError, match="seq_lens"):
         quantised_decode_attention(launch.q, launch.layer, launch.seq_lens.long(), *args[1:])
-    sums = torch.empty(1, num_sums(4, 64), 2, device=device)
+    sums = torch.empty(1, num_sums(1, 4, 64), 2, device=device)
     epoch = torch.ones(1, dtype=torch.int32, device=device)
     words = torch.empty(3, 1, 4, 64, dtype=torch.int64, device=device)
     good = SpecOutput(128, words[:2], sums, epoch, words[:2, ..., 0])

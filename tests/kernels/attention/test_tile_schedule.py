@@ -20,6 +20,7 @@ from alspec.kernels.attention.decode.tile_schedule import (
     PREDICTOR,
     REST,
     SPEC_OVERHEAD,
+    WHOLE_SHARE,
     build_schedule,
     head_start,
     load_seq_lens,
@@ -52,7 +53,7 @@ def _schedule_kernel(
 ):
     """The work of each program, and what the combine reads for each output; grid [1]."""
     seq_lens = load_seq_lens(seq_lens_ptr, num_requests, B_PAD)
-    is_long, rest_tiles, total_rest, parts, leaders, lead_run, followers, run, longer = build_schedule(
+    is_long, rest_tiles, total_rest, parts, schedule = build_schedule(
         seq_lens, num_requests, chunk_size, HKV, PROGRAMS, B_PAD, BLOCK_N, LONG, SPEC, SPEC_PARTS, PHASE
     )
     num_outputs = HKV if B_PAD == 1 else num_requests * HKV
@@ -60,13 +61,12 @@ def _schedule_kernel(
     tl.store(facts_ptr, is_long.to(tl.int32))
     tl.store(facts_ptr + 1, total_rest)
     tl.store(facts_ptr + 2, parts)
-    tl.store(facts_ptr + 3, leaders)
-    tl.store(facts_ptr + 4, lead_run)
+    tl.store(facts_ptr + 3, schedule[0])
+    tl.store(facts_ptr + 4, schedule[1])
+    tl.store(facts_ptr + 5, schedule[5])
 
     program = tl.arange(0, PROGRAMS_PAD)
-    tile, last, spec_parts, work_items = program_work(
-        program, num_spec, leaders, lead_run, followers, run, longer, PROGRAMS, SPEC, PHASE
-    )
+    tile, last, spec_parts, work_items = program_work(program, num_spec, schedule, PROGRAMS, SPEC, PHASE)
     exists, program_ptr = program < PROGRAMS, programs_ptr + program
     tl.store(program_ptr, tile, mask=exists)
     tl.store(program_ptr + PROGRAMS, last, mask=exists)
@@ -76,8 +76,8 @@ def _schedule_kernel(
     output = tl.arange(0, OUTPUTS_PAD)
     first, tiles = output_tiles(output, rest_tiles // HKV, HKV, B_PAD)
     exists, output_ptr = output < num_outputs, outputs_ptr + output
-    first_program = program_of_tile(first, leaders, lead_run, run, longer)
-    last_program = program_of_tile(first + tiles - 1, leaders, lead_run, run, longer)
+    first_program = program_of_tile(first, schedule)
+    last_program = program_of_tile(first + tiles - 1, schedule)
     tl.store(output_ptr, first, mask=exists)
     tl.store(output_ptr + num_outputs, tiles, mask=exists)
     tl.store(output_ptr + 2 * num_outputs, first_program, mask=exists)
@@ -107,13 +107,14 @@ class Schedule:
     parts: int
     leaders: int
     lead_run: int
+    grain: int  # tiles that are dealt together
     programs: list[list[int]]  # for each: first tile, end of its tiles, parts of `A~`, work items
     outputs: list[list[int]]  # for each: first tile, number of tiles, its first and its last program
 
     @classmethod
     def build(cls, work: Work) -> Schedule:
         batch, num_outputs = len(work.lengths), len(work.lengths) * work.num_kv_heads
-        facts = torch.zeros(5, dtype=torch.int32)
+        facts = torch.zeros(6, dtype=torch.int32)
         programs = torch.zeros(4, work.num_programs, dtype=torch.int32)
         outputs = torch.zeros(4, num_outputs, dtype=torch.int32)
         _schedule_kernel[(1,)](
@@ -129,7 +130,8 @@ class Schedule:
 @st.composite
 def works(draw: st.DrawFn) -> Work:
     length = st.one_of(st.integers(1, 700), st.integers(1, 30_000))
-    lengths = draw(st.one_of(st.tuples(length), st.lists(length, min_size=2, max_size=20).map(tuple)))
+    equal = st.tuples(length, st.integers(2, 20)).map(lambda pair: pair[:1] * pair[1])
+    lengths = draw(st.one_of(st.tuples(length), st.lists(length, min_size=2, max_size=20).map(tuple), equal))
     chunk_size = draw(st.sampled_from((0, 128, 512)))
     block_n, long_run = draw(st.sampled_from((*LONG_RUN.items(), (16, 0))))
     parts = draw(st.integers(1, MAX_SPEC_PARTS)) if chunk_size and len(lengths) == 1 else 1
@@ -152,6 +154,8 @@ RAGGED = Work(
     LONG_RUN[64],
     128,
 )
+# 256 equal outputs on 132 programs: 124 have two of them and 8 have one.
+WHOLE = Work((1024,) * 32, 8, 132, 64, LONG_RUN[64])
 FEW = Work((640, 640, 640, 512), 2, 9, 128, LONG_RUN[128], 128)
 
 
@@ -160,6 +164,7 @@ FEW = Work((640, 640, 640, 512), 2, 9, 128, LONG_RUN[128], 128)
 @example(LONGER)
 @example(RAGGED)
 @example(FEW)
+@example(WHOLE)
 @settings(max_examples=100, deadline=None)
 def test_one_program_computes_each_tile_and_each_part(work: Work) -> None:
     schedule = Schedule.build(work)
@@ -199,6 +204,14 @@ def test_one_program_computes_each_tile_and_each_part(work: Work) -> None:
         list(pair) for pair in zip(starts, tiles_of_outputs, strict=False)
     ]
 
+    # Outputs of a batch are not split if they are equal and the busiest program gets little more than the average.
+    whole = max(tiles_of_outputs)
+    average = -(-sum(tiles_of_outputs) // work.num_programs)
+    busiest = -(-num_outputs // work.num_programs) * whole
+    is_whole = len(work.lengths) > 1 and not chunk and min(tiles_of_outputs) == whole
+    is_whole &= busiest <= average + average // WHOLE_SHARE.value
+    assert schedule.grain == (whole if is_whole else 1)
+
     # Parts of `A~`.
     num_spec = num_outputs * schedule.parts if chunk and PHASES[work.phase] != REST.value else 0
     own = [len(range(program, num_spec, work.num_programs)) for program in range(work.num_programs)]
@@ -225,13 +238,13 @@ def test_one_program_computes_each_tile_and_each_part(work: Work) -> None:
     assert len(set(partials)) == len(partials)
     assert max(partials, default=0) < work.num_programs + num_outputs
 
-    # Leaders have equal runs. The runs of followers differ by one tile at most. Programs without a run come last.
+    # Leaders have equal runs. The runs of followers differ by one grain at most. Programs without a run come last.
     sizes = [last - tile for tile, last in runs]
     lead, follow = sizes[: schedule.leaders], sizes[schedule.leaders :]
     assert set(lead) <= {schedule.lead_run}
     assert follow == sorted(follow, reverse=True)
     working = [size for size in follow if size]
-    assert not working or working[0] - working[-1] <= 1
+    assert not working or working[0] - working[-1] <= schedule.grain
 
     # If the runs of leaders are rounded up, a follower has no more work than a leader with its part of `A~`.
     part_work = -(-part_tiles * spec_n // block_n) + SPEC_OVERHEAD.value

@@ -189,7 +189,7 @@ def test_the_verdict_is_that_of_the_oracle(device: torch.device, tp_size: int, t
     ranks = [handover for group in handovers(device, shape) for handover in group]
     generator = torch.Generator().manual_seed(batch * tp_size)
     verdicts = set()
-    parts = num_sums(shape.num_qo_heads, shape.head_dim)
+    parts = num_sums(shape.batch_size, shape.num_qo_heads, shape.head_dim)
     for layer in range(shape.num_layers):
         rank_sums = torch.rand(tp_size, batch, parts, 2, generator=generator) + 0.5
         low, high = [(-1, -0.5), (0.5, 1), (-0.5, 0.5)][layer % 3]

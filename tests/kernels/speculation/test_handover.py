@@ -193,7 +193,7 @@ def test_parts_that_attention_sends_arrive_as_one_spec_output(device: torch.devi
     state, theirs = (draw_state(device, shape, 400, torch.float32) for _ in range(2))
     seq_lens = torch.tensor([length], dtype=torch.int32, device=device)
     q = torch.randn(1, 4, 16).to(device)
-    sums, lse = nan(device, torch.float32, 1, num_sums(4, 16), 2), nan(device, torch.float32, 1, 4)
+    sums, lse = nan(device, torch.float32, 1, num_sums(1, 4, 16), 2), nan(device, torch.float32, 1, 4)
     workspace = LeanWorkspace.allocate(1, 4, 2, 16, device, 11)
     lean_decode_attention(
         q,
@@ -357,7 +357,7 @@ def test_attention_writes_its_spec_output_into_the_paired_rank_if_its_gate_is_op
     state = draw_state(device, shape, capacity, torch.float32)
     seq_lens = torch.tensor([400, 331], dtype=torch.int32, device=device)
     q = torch.randn(2, 4, 16).to(device)
-    sums, lse = nan(device, torch.float32, 2, num_sums(4, 16), 2), nan(device, torch.float32, 2, 4)
+    sums, lse = nan(device, torch.float32, 2, num_sums(2, 4, 16), 2), nan(device, torch.float32, 2, 4)
     workspace = LeanWorkspace.allocate(2, 4, 2, 16, device, 5)
     speculation = pair_spec_output(source, 1, chunk, sums)
 

@@ -71,7 +71,7 @@ class Pair:
                 live=torch.ones(1, dtype=torch.int32),
                 forced=forced,
             )
-            sums = torch.full((1, num_sums(shape.num_qo_heads, shape.head_dim), 2), torch.nan)
+            sums = torch.full((1, num_sums(1, shape.num_qo_heads, shape.head_dim), 2), torch.nan)
             logit_exchange = LogitExchange(torch.zeros(1, config.vocab_size), self.epoch, exchange.fault)
             buffers = DecodeBuffers.allocate(config, 1, 1, torch.float32, CPU)
             self.ranks.append(
@@ -133,7 +133,7 @@ class OneRank:
         buffers, decoder = self.buffers, self.decoder
         buffers.token_ids.fill_(token_id)
         buffers.seq_lens.fill_(seq_len)
-        sums = torch.empty(1, num_sums(*buffers.q.shape[1:]), 2)
+        sums = torch.empty(1, num_sums(*buffers.q.shape), 2)
         speculation = SpecOutput(S, torch.empty_like(buffers.attn_out), sums)
         decoder.embed()
         for layer, accepted in enumerate(self.verdicts):

@@ -44,7 +44,7 @@ GATED = (
 # The fast tier compiles each kernel, attention of both codecs with and without `A~`, projections of 1 and 8 requests.
 FAST = {
     *("lean, batch 1", "lean, batch 8, spec", "lean, gated, spec, all", "lean, 4 x 128, spec in 5 parts"),
-    *("lean, head 64, batch 8", "lean combine, batch 1", "lean combine, batch 8, spec"),
+    *("lean, head 64, batch 8", "lean, 20 x 128, batch 8", "lean combine, batch 1", "lean combine, batch 8, spec"),
     *("flashq", "flashq, 7 x 64, spec", "flashq combine, batch 1", "flashq combine, spec in 2 parts"),
     *("prefill, head 64", "reading alone", "add_rms_norm", "rotate_heads", "silu_mul", "qkv, long rows"),
     *("qkv, gated, tp 4, batch 8", "gate_up, gated, tp 4, batch 8", "o, tp 4, batch 8"),
@@ -122,7 +122,7 @@ def lean(
     spec_parts: int = 1,
 ) -> Any:
     """The attention kernel as `lean_decode_attention` launches it; plain and without a gate as in a decode step."""
-    uses_tma = lean_uses_tma(capability, heads_per_kv, head_dim, batch_size)
+    uses_tma = lean_uses_tma(capability, heads_per_kv, head_dim)
     constants = _lean_constants(capability, heads_per_kv, head_dim, batch_size, spec, kv_heads, spec_parts, phase) | {
         "HEADS_PAD": max(8 if uses_tma else 16, triton.next_power_of_2(heads_per_kv)),
         "STAGES": _lean_settings(capability, head_dim, uses_tma)[2],
@@ -139,16 +139,20 @@ def lean(
     types = {"spec_out_ptr": "*i64", "spec_lse_ptr": "*i64"} if spec and phase == "all" else {}
     if not uses_tma:
         return variant(capability, mainloop_sm80.lean_decode_kernel, 4, constants, **types)
+    if batch_size > 1 and not spec:
+        types |= {"out_ptr": "*bf16"}
+    else:
+        constants |= dict.fromkeys(["out_ptr", "out_lse_ptr"])
     short, width = constants["BLOCK_N"], constants["D"]
     for name, block_n in (("desc", short), ("long", 2 * short if constants["LONG"] else short)):
         types |= dict.fromkeys([f"k_{name}", f"v_{name}"], descriptor("bf16", gl.bfloat16, [1, block_n, width]))
     return variant(capability, mainloop_sm90.lean_sm90_kernel, 4, constants, **types)
 
 
-def lean_uses_tma(capability: int, heads_per_kv: int, head_dim: int, batch_size: int) -> bool:
+def lean_uses_tma(capability: int, heads_per_kv: int, head_dim: int) -> bool:
     """Whether `lean` is the kernel of mainloop_sm90.py, in bf16."""
     with mock.patch.object(torch.cuda, "get_device_capability", return_value=divmod(capability, 10)):
-        return lean_decode._uses_tma(torch.device("cuda"), batch_size, heads_per_kv, head_dim, torch.bfloat16)
+        return lean_decode._uses_tma(torch.device("cuda"), heads_per_kv, head_dim, torch.bfloat16)
 
 
 def descriptor(name: str, kind: Any, tile: list[int]) -> str:
@@ -162,8 +166,12 @@ def lean_combine(
 ) -> Any:  # fmt: skip
     """The kernel that combines the partials of `lean`."""
     constants = _lean_constants(capability, heads_per_kv, head_dim, batch_size, spec, kv_heads, spec_parts, "all")
-    width, slices, at_once = combine.combine_sizes(heads_per_kv * kv_heads, head_dim, 132 // (kv_heads * batch_size))
+    width, slices, at_once = combine.combine_sizes(
+        batch_size, heads_per_kv * kv_heads, head_dim, 132 // (kv_heads * batch_size)
+    )
     constants |= {"SLICE": width, "SLICES": slices, "ROUND": at_once, "gate_ptr": None}
+    constants["SLICES_PER_PROGRAM"] = combine.slices_per_program(batch_size, heads_per_kv * kv_heads, head_dim)
+    constants["WHOLE"] = batch_size > 1 and not spec and lean_uses_tma(capability, heads_per_kv, head_dim)
     if not spec:
         constants["sums_ptr"] = None
     return variant(
@@ -185,8 +193,10 @@ def _lean_constants(
     capability: int, heads_per_kv: int, head_dim: int, batch_size: int, spec: bool, kv_heads: int, spec_parts: int,
     phase: str,
 ) -> dict[str, Any]:  # fmt: skip
-    uses_tma = lean_uses_tma(capability, heads_per_kv, head_dim, batch_size)
+    uses_tma = lean_uses_tma(capability, heads_per_kv, head_dim)
     block_n, long_run, _, _ = _lean_settings(capability, head_dim, uses_tma)
+    if long_run and heads_per_kv > 16:
+        block_n, long_run = min(128, 2 * block_n), 0
     return {
         "HKV": kv_heads, "HEADS_PER_KV": heads_per_kv, "D": triton.next_power_of_2(head_dim), "HEAD_DIM": head_dim,
         "PROGRAMS": 132, "B_PAD": lean_decode._pad_batch(batch_size), "BLOCK_N": block_n, "LONG": long_run,
@@ -221,7 +231,7 @@ def flashq_combine(
     """The kernel that combines the partials of `flashq`."""
     constants = _flashq_constants(capability, heads_per_kv, head_dim, batch_size, spec, spec_parts)
     programs = 132 * quantised_decode.GPU_SETTINGS.per_sm
-    width, slices, at_once = combine.combine_sizes(8 * heads_per_kv, head_dim, programs // (8 * batch_size))
+    width, slices, at_once = combine.combine_sizes(batch_size, 8 * heads_per_kv, head_dim, programs // (8 * batch_size))
     constants |= {"SLICE": width, "SLICES": slices, "ROUND": at_once, "gate_ptr": None}
     if not spec:
         constants["sums_ptr"] = None
@@ -416,7 +426,7 @@ def pair(capability: int, tp_size: int, batch_size: int) -> dict[str, Any]:
     in_parts = receive | {"PARTS": 5, "BLOCK": 128, "VALUES": 8, "SPEC_BLOCKS": heads * 128 // 8}
     only_channels = {"HIDDEN": hidden, "BLOCK": 32} | pdl
     packed = message | {"BLOCK": collective_handover.BLOCK}
-    sums = combine.num_sums(heads, 128)
+    sums = combine.num_sums(1, heads, 128)
     judged = {
         "ACCEPT_ALL": False, "B": batch_size, "B_PAD": batch_pad, "SUMS": sums, "SUMS_PAD": sums, "T": tp_size,
     } | pdl  # fmt: skip
@@ -549,6 +559,7 @@ def _hopper_variants() -> dict[str, Variant]:
     variants = {f"prefill, head {head_dim}": prefill(head_dim) for head_dim in (64, 128)}
     variants["reading alone"] = reading_alone()
     variants["lean, gated"] = lean(90, 4, 128, 1, False, True)
+    variants["lean, 20 x 128, batch 8"] = lean(90, 20, 128, 8, False)
     for phase in ("all", "predictor", "rest"):
         variants[f"lean, batch 8, gated, spec, {phase}"] = lean(90, 4, 128, 8, True, True, phase)
     shapes = ((4, 128, 2), (4, 128, 5), (8, 128, 3), (4, 256, 5), (16, 128, 1), (16, 256, 1), (4, 80, 2))

@@ -53,7 +53,7 @@ def lean(
 
 
 def hopper(
-    length: int,
+    lengths: int | tuple[int, ...],
     heads_per_kv: int,
     num_kv_heads: int,
     head_dim: int,
@@ -70,19 +70,21 @@ def hopper(
     gate: int | None = None,
     **how: Any,
 ) -> Found:
-    """Lean attention of one request as launched on Hopper.
+    """Lean attention as launched on Hopper, of one request or several.
 
     Args:
         long_run, block_n, stages: replace the result of `_settings`; see `lean`.
         early: read before the previous kernel ends, which writes q, the newest token and the gate.
         gate: at 0 the kernel may write nothing.
     """
+    lengths = (lengths,) if isinstance(lengths, int) else lengths
     launch = lean_launch.Launch.draw(
-        (length,), heads_per_kv, num_kv_heads, head_dim, CPU, num_programs, chunk_size, dtype, parts
+        lengths, heads_per_kv, num_kv_heads, head_dim, CPU, num_programs, chunk_size, dtype, parts
     )
     launch.in_two = in_two
     gates = [] if gate is None else [torch.tensor([gate], dtype=torch.int32)]
-    late = (launch.q, launch.k[:, :, length - 1], launch.v[:, :, length - 1], *gates)
+    newest = [x[request, :, length - 1] for request, length in enumerate(lengths) for x in (launch.k, launch.v)]
+    late = (launch.q, *newest, *gates)
     kernels = {
         "lean_sm90_kernel": Emulated(lean_decode.lean_sm90_kernel, 90, late=late, **how),
         "lean_combine_kernel": Emulated(lean_decode.lean_combine_kernel, 90),

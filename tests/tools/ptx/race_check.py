@@ -60,7 +60,7 @@ def lean(lengths: tuple[int, ...], num_programs: int, heads_per_kv: int, head_di
     workspace = LeanWorkspace.allocate(batch, heads_per_kv * heads, heads, head_dim, device, num_programs)
     out, lse = torch.empty_like(q), torch.empty(q.shape[:2], device=device)
     epoch = torch.ones(1, dtype=torch.int32, device=device)
-    sums = torch.empty(batch, num_sums(heads_per_kv * heads, head_dim), 2, device=device)
+    sums = torch.empty(batch, num_sums(batch, heads_per_kv * heads, head_dim), 2, device=device)
     speculation = SpecOutput(128, torch.empty_like(q, dtype=torch.int64), sums, epoch)
     # One request has its `A~` in parts, as between paired ranks.
     parts = spec_parts(128, batch, heads_per_kv * heads, heads, head_dim, q.dtype, device)
