@@ -64,7 +64,7 @@ class CacheSetting:
     selector: str = SELECTORS[0]  # rule by which turbo-mixed selects its 2-bit heads
     low_heads: int | None = None  # number of 2-bit heads on this rank; None: half of its heads
     protect: int = 0  # first and last layers whose cache stays bf16
-    norm_correction: bool = True  # scale of TurboQuant's tokens: least squares, else the norm of the token
+    norm_correction: bool = True  # scale of TurboQuant's tokens: that of the cache, else the norm of the token
     qjl: Sketch = "off"  # sketch of the residual of TurboQuant's keys
     value_quantiser: ValueQuantiser = "codebook"  # of TurboQuant's values
 

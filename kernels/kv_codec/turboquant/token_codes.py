@@ -3,13 +3,17 @@
 Per token x = s q1, with y = sqrt(D) Pi q1 for keys (a rotation, rotation.py) and y = q1 for values:
 
     code = number of thresholds below `UNITS y / std(y)`,   std(y)^2 = |q1|^2 for keys, |q1|^2 / D for values
-    scale = <y, c> / <c, c>,   c = level of each code       (least squares; "norm correction")
+    c = level of each code
+    scale = <y, c> / <c, c> for keys (least squares),   |y| / |c| for values (keeps the norm)
+
+Least squares shrink a vector by what rounding lost. That is best for a score, but an average of values keeps the
+shrinking and loses the errors.
 
 Values are not rotated here: their rotation is part of the weights, W_v and W_o (models/llama.py). All sums are sums of
 integers, so every device computes the same bits.
 
-Source: TurboQuant, section 3, without the residual signs (QJL); the least-squares scale in place of the norm is from
-public implementations. docs/turboquant.md has what each choice costs.
+Source: TurboQuant, section 3, without the residual signs (QJL); both scales in place of the plain norm are known as
+"norm correction" from public implementations. docs/turboquant.md has what each choice costs.
 
 Shapes: T tokens per block, D head_dim.
 """
@@ -60,10 +64,11 @@ def compress_tokens(q1: Tensor, bits: int, is_key: bool) -> TokenCodes:
     codes = sum((position > threshold).to(torch.uint8) for threshold in thresholds(bits))
     assert isinstance(codes, Tensor)
     doubled = _doubled_levels(codes, bits)
-    dot, norm = (y.long() * doubled).sum(-1), doubled.square().sum(-1)
-    scale = (2 * dot).float() / norm.float()
+    norm = doubled.square().sum(-1).float()
     if is_key:
-        scale = scale * head_dim**-0.5
+        scale = (2 * (y.long() * doubled).sum(-1)).float() / norm * head_dim**-0.5
+    else:
+        scale = 2 * (q1.int().square().sum(-1).float() / norm).sqrt()
     factor = scale.amax(-1)
     ratio = scale / factor.clamp(min=SMALLEST)[..., None]
     return TokenCodes(codes, ratio.half(), factor)

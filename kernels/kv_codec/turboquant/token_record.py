@@ -61,7 +61,8 @@ def _signed_hadamard(D: tl.constexpr):
 @triton.jit
 def write_tokens_side(q1, side_ptr, BITS: tl.constexpr, D: tl.constexpr, IS_V: tl.constexpr):
     """Quantise stage-1 codes q1 [64, D] int32 and write their side of a record; return the factor of the block."""
-    square = tl.maximum(tl.sum(q1 * q1, 1), 1).to(tl.float32)
+    norm = tl.sum(q1 * q1, 1)
+    square = tl.maximum(norm, 1).to(tl.float32)
     y = q1
     if IS_V:
         square *= 1.0 / D
@@ -75,9 +76,11 @@ def write_tokens_side(q1, side_ptr, BITS: tl.constexpr, D: tl.constexpr, IS_V: t
         above = position > _threshold(BITS, index)
         codes += above.to(tl.int32)
         doubled += tl.where(above, _doubled_level(BITS, index + 1) - _doubled_level(BITS, index), 0)
-    scale = tl.div_rn((2 * tl.sum(y * doubled, 1)).to(tl.float32), tl.sum(doubled * doubled, 1).to(tl.float32))
-    if not IS_V:
-        scale *= D**-0.5
+    doubled_norm = tl.sum(doubled * doubled, 1).to(tl.float32)
+    if IS_V:
+        scale = 2 * tl.sqrt_rn(tl.div_rn(norm.to(tl.float32), doubled_norm))
+    else:
+        scale = tl.div_rn((2 * tl.sum(y * doubled, 1)).to(tl.float32), doubled_norm) * D**-0.5
     factor = tl.max(scale, 0)
     ratio = tl.div_rn(scale, tl.maximum(factor, SMALLEST) + tl.zeros_like(scale)).to(tl.float16)
     store_planes(codes, side_ptr, BITS, D, IS_V)

@@ -3,7 +3,7 @@
 Per token x = q1, the stage-1 codes (keys: before the rotation Pi; values: rotated already), l = Lloyd-Max levels of a
 normal variable, b bits:
 
-    plain norm       x' = |x| / sqrt(D) Pi^T l[code], in place of the least-squares scale
+    plain norm       x' = |x| / sqrt(D) Pi^T l[code], in place of the scales of token_codes.py
     QJL keys         x' = m + |r| corr S^T sign(S r),   m = the key in b - 1 bits,   r = x - m
                      corr = sqrt(pi / 2) / D where S has normal entries, sqrt(pi / (2 D)) where S is orthogonal
     uniform values   x' = s rint((x - z) / s) + z,   z = min x,   s = (max x - min x) / (2^b - 1)
@@ -37,7 +37,7 @@ SKETCH_SEED = 1
 
 
 def codebook_tokens(q1: Tensor, bits: int, is_key: bool, norm_correction: bool) -> Tensor:
-    """Quantise tokens by a codebook of 1 to 4 bits and dequantise them; `norm_correction`: least-squares scale."""
+    """Quantise tokens by a codebook of 1 to 4 bits and dequantise them; `norm_correction`: scales of token_codes.py."""
     head_dim, y = q1.shape[-1], q1.float()
     matrix = signed_hadamard(head_dim, q1.device)
     if is_key:
@@ -46,7 +46,10 @@ def codebook_tokens(q1: Tensor, bits: int, is_key: bool, norm_correction: bool) 
     table = _levels(bits, q1.device)
     codes = torch.bucketize(y / std.clamp(min=MIN_SCALE)[..., None], (table[1:] + table[:-1]) / 2)
     level = table[codes]
-    scale = (y * level).sum(-1) / level.square().sum(-1) if norm_correction else std
+    scale = std
+    if norm_correction:
+        norm = level.square().sum(-1)
+        scale = (y * level).sum(-1) / norm if is_key else (y.square().sum(-1) / norm).sqrt()
     x: Tensor = level * _as_stored(scale)[..., None]
     return x @ matrix / head_dim if is_key else x
 
@@ -57,7 +60,7 @@ def sketched_keys(q1: Tensor, bits: int, sketch: str, norm_correction: bool) -> 
     Args:
         bits: 4, 3 or 2, the sign bit included.
         sketch: which S, gaussian or orthogonal.
-        norm_correction: least-squares scale of the codes.
+        norm_correction: scale of the codes as in token_codes.py.
     """
     head_dim = q1.shape[-1]
     mean = codebook_tokens(q1, bits - 1, True, norm_correction)

@@ -74,14 +74,16 @@ def test_plain_norm(bits: int, head_dim: int, is_key: bool) -> None:
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
 @pytest.mark.parametrize("is_key", [True, False])
-def test_least_squares_is_what_the_cache_stores(bits: int, is_key: bool) -> None:
+def test_scales_are_those_of_the_cache(bits: int, is_key: bool) -> None:
     q1 = tokens(64)
     expected = dequantize_tokens(compress_tokens(q1, bits, is_key), bits, is_key, torch.float64)
     found = codebook_tokens(q1, bits, is_key, norm_correction=True)
     assert same_share(found, expected) == 1.0
-    # Least squares leaves no part of a token's error along its codes.
-    along = ((q1.double() - expected) * expected).sum(-1).abs()
-    assert bool((along <= 2 * HALF * expected.square().sum(-1) + 1e-9).all())
+    norm = expected.square().sum(-1)
+    if is_key:  # least squares leave no part of a token's error along its codes
+        assert bool((((q1.double() - expected) * expected).sum(-1).abs() <= 2 * HALF * norm + 1e-9).all())
+    else:
+        assert bool(((q1.double().square().sum(-1) - norm).abs() <= 4 * HALF * norm + 1e-9).all())
 
 
 @pytest.mark.parametrize("sketch", ["gaussian", "orthogonal"])

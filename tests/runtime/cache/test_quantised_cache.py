@@ -161,8 +161,9 @@ def test_prompts_and_tokens_are_read_back(codec: str) -> None:
                 for head in range(H):
                     expected = stored_blocks(x[:whole, head], codec, bits[head], bool(is_v))
                     assert torch.equal(read[b, head, :whole], expected)
-                    # Appended tokens have the prompt's scale, so outliers are clipped: close, not equal.
-                    most = {4: 0.12, 3: 0.22, 2: 0.42}[own_bits or bits[head]]
+                    # Appended tokens have the prompt's scale, so outliers are clipped: close, not equal. Scales that
+                    # keep the norm of values have a larger error than least squares.
+                    most = {4: 0.12, 3: 0.23, 2: 0.42}[own_bits or bits[head]]
                     assert error(read[b, head, whole : length + 70], x[whole:, head]) < most
             assert not found[0][b, :, length + 70 :].any()
 
@@ -252,7 +253,7 @@ def test_a_filled_cache_holds_normal_numbers(codec: str) -> None:
     for layer in range(L):
         for x in kv_dequantize(cache.layer(layer), torch.tensor([500, 500])):
             std = x.std((2, 3))
-            # Two bits of FlashQ add a variance of a third; the least-squares scale of TurboQuant removes an eighth.
+            # Two bits of FlashQ add a variance of a third; least squares remove an eighth of that of TurboQuant's keys.
             assert bool(((std > 0.9) & (std < 1.25)).all())
             assert len(set(x[:, :, 7, 3].flatten().tolist())) > 2
 
