@@ -350,6 +350,7 @@ FAST = (
     "hybrid-k3v2, 8 x 128, spec",
     "turboquant3, 4 x 128",
     "lean, 4 x 128, spec in parts",
+    "Hopper lean, 4 x 128, ragged",
     "Hopper lean, 4 x 128, gate 1",
     "Hopper lean, 4 x 128, gate 0",
     "flashq, 4 x 64, spec in 2 parts, one without tokens",

@@ -13,7 +13,7 @@ import torch
 from comparison import check
 from emulated import CPU, Emulated, Found, S, broken, counts_of, error_of, sound
 
-from alspec.kernels.attention.decode import lean_decode
+from alspec.kernels.attention.decode import combine, lean_decode
 
 __all__ = ["CASES"]
 
@@ -68,6 +68,7 @@ def hopper(
     in_two: bool = False,
     early: bool = False,
     gate: int | None = None,
+    max_programs: int = combine.MAX_PROGRAMS,
     **how: Any,
 ) -> Found:
     """Lean attention as launched on Hopper, of one request or several.
@@ -76,6 +77,7 @@ def hopper(
         long_run, block_n, stages: replace the result of `_settings`; see `lean`.
         early: read before the previous kernel ends, which writes q, the newest token and the gate.
         gate: at 0 the kernel may write nothing.
+        max_programs: of the combine of a batch.
     """
     lengths = (lengths,) if isinstance(lengths, int) else lengths
     launch = lean_launch.Launch.draw(
@@ -94,6 +96,7 @@ def hopper(
         mock.patch.multiple(lean_decode, **kernels),
         mock.patch.object(lean_decode, "_settings", return_value=(block_n, long_run, stages, True)),
         mock.patch.object(lean_decode, "_uses_tma", return_value=True),
+        mock.patch.object(combine, "MAX_PROGRAMS", max_programs),
         mock.patch.object(lean_launch, "lean_decode_attention", attend),
     ):
         launch.run()
@@ -168,6 +171,20 @@ CASES: dict[str, Callable[[], Found]] = {
     "Hopper lean, 4 x 128, long tiles, read before the wait": sound(
         lambda: hopper(330, 4, 2, 128, 1, long_run=3, early=True)
     ),
+    "Hopper lean, 4 x 128, ragged": sound(lambda: hopper((200, 77, 300), 4, 2, 128, 5)),
+    "Hopper lean, 4 x 128, ragged, read before the wait": sound(
+        lambda: hopper((200, 77, 300), 4, 2, 128, 5, early=True)
+    ),
+    "Hopper lean, 4 x 128, ragged, few programs combine": sound(
+        lambda: hopper((200, 77, 300), 4, 2, 128, 5, max_programs=5)
+    ),
+    "Hopper lean, 8 x 128, equal, none split": sound(lambda: hopper((300, 300, 300), 8, 2, 128, 6)),
+    "Hopper lean, 4 x 128, equal, two of a program": sound(lambda: hopper((130, 130, 130), 4, 2, 128, 3)),
+    "Hopper lean, 13 x 64, ragged, two kinds of tiles": sound(
+        lambda: hopper((130, 64, 1, 300), 13, 2, 64, 7, long_run=2)
+    ),
+    # Two requests have no token between sink and window, so that a run skips their outputs.
+    "Hopper lean, 3 x 96, spec, ragged": sound(lambda: hopper((400, 77, 120, 300), 3, 2, 96, 6, S)),
     "broken lean, other lanes": broken(_small, r"(shfl\.sync\.bfly[^;]*), 8, 31,", r"\1, 4, 31,", "error"),
     "broken lean, tiles not waited for": broken(_small, r"(cp\.async\.wait_group\s*)\d+", r"\g<1>9", "error"),
     "broken lean, no barriers": broken(_small, r"bar\.sync\s*0;", "", "shared"),
