@@ -11,6 +11,7 @@ __all__ = ["attention_at_a_glance", "speculation_at_a_glance", "steps_at_a_glanc
 Row = dict[str, Any]
 CONTEXTS = (1024, 8192, 131072)
 PAIR_CONTEXTS = (8192, 131072)
+GLANCE_CODECS = ("turbo4", "turbo-mixed", "turboquant3", "hybrid-k4v2")
 
 
 def _steps(**wanted: object) -> dict[int, Row]:
@@ -57,7 +58,7 @@ def attention_at_a_glance() -> str:
     for row in read("turbo_attention.jsonl"):
         case = row["case"]
         is_plain = row["bench"] == "decode_attention" and row["impl"].startswith("alspec") and "sas" not in row["impl"]
-        if is_plain and case["heads"] == "32/8" and case["codec"] in ("turbo4", "turbo-mixed"):
+        if is_plain and case["heads"] == "32/8" and case["codec"] in GLANCE_CODECS:
             found.setdefault(f"alspec, {case['codec']}", {})[case["context"]] = row["us"]["p50"]
     contexts = (8192, 32768, 131072)
     lines = [[name, *(f"{us[at]:.1f}" if at in us else "" for at in contexts)] for name, us in found.items()]

@@ -9,8 +9,8 @@ from result_rows import provenance, table
 from alspec.launch.bench.shape_ratios import distribution, lengths_text, ratios
 
 
-def shapes(rows: list[dict[str, Any]]) -> str:
-    """Decode attention on random shapes: distribution of the ratios, the worst shapes, and the picture."""
+def shapes(title: str, rows: list[dict[str, Any]], picture: str = "") -> str:
+    """Decode attention on random shapes: distribution of the ratios, the worst shapes, and a picture if given."""
     if not rows:
         return ""
     found = ratios(rows)
@@ -29,7 +29,7 @@ def shapes(rows: list[dict[str, Any]]) -> str:
     ]
     return "\n\n".join(
         [
-            "## Decode attention on random shapes",
+            f"## {title}",
             f"Time of the others divided by ours (bf16 cache), on {len(found)} random shapes: 1 to 16 query heads for"
             " each of 1 to 16 KV heads, heads of 64 to 256, 1 to 32 requests, 128 to 256K tokens, half of the batches"
             " ragged.",
@@ -37,6 +37,6 @@ def shapes(rows: list[dict[str, Any]]) -> str:
             table(["time / ours", *columns], [[name, *cells.values()] for name, cells in spreads.items()]),
             "The ten worst shapes:",
             table(["heads", "head_dim", "requests", "tokens", "ours, us", "quickest other / ours"], worst),
-            "![Ratio of each shape over the bytes of K and V](shapes.png)",
+            *([f"![Ratio of each shape over the bytes of K and V]({picture})"] if picture else []),
         ]
     )
