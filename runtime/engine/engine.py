@@ -42,6 +42,7 @@ from alspec.runtime.engine.generation import (
     check_prompts,
     max_total_tokens,
 )
+from alspec.runtime.engine.kept_prefix import KeptPrefix
 from alspec.runtime.engine.loading import open_model, read_weights, take_device, warm_up
 from alspec.runtime.engine.memory import MemoryPlan, available_bytes, check_fits, check_max_context
 from alspec.runtime.faults.bad_steps import fault_error
@@ -65,6 +66,7 @@ class Engine:
     # Set by `load`.
     model: Llama
     cache: Cache
+    _kept: KeptPrefix  # what the cache holds
     decode_step: DecodeStep | None = None
 
     def __init__(self, config: EngineConfig, trace: bool = False) -> None:
@@ -177,7 +179,7 @@ class Engine:
             # Free the graph, then the cache that it refers to, before the new cache is allocated.
             self._release()
             self.memory = self.decode_step = None
-            del self.cache
+            del self.cache, self._kept
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
         if not self._weights_bytes:
@@ -185,6 +187,7 @@ class Engine:
                 self._load_model()
             self._weights_bytes = memory.weights_bytes
         self.cache = build_cache(self._choices, self.config, config, batch_size, max_context)
+        self._kept = KeptPrefix(self.cache, self.mode == "off" or self.config.speculation.threshold == 0.0)
         notice = f"{batch_size} requests: operations are launched one by one; captured steps serve up to {MAX_BATCH}"
         if self._choices.has_fused_step and batch_size > MAX_BATCH and notice not in self.notices:
             self.notices.append(notice)
@@ -281,6 +284,10 @@ class Engine:
         With several, `token.request` says whose a token is. An engine serves one call at a time: another call, in any
         thread, ends this one. What was measured is in `generation`.
 
+        Tokens at the start of a prompt that the cache still holds from the last call are not processed again: see
+        runtime/engine/kept_prefix.py, and `generation.reused_tokens`. A prompt for which the cache is too small
+        replaces it: set `max_context` for a conversation.
+
         Args:
             prompt: a text or token ids, or a list of such prompts.
             sampling, options: either a `SamplingConfig`, or its fields by name: `stream("...", temperature=0.8)`.
@@ -326,7 +333,10 @@ class Engine:
             needed, batch_size = self.check_prompts(prompts, sampling.max_new_tokens), len(prompts)
             if self.memory is None or self.cache.batch_size != batch_size or self.cache.max_context < needed:
                 self.load(batch_size, needed)
-        return self._own(Generation(self._requests(prompts, sampling)))
+            # A call that was interrupted may have ended at another token on each rank.
+            of_ranks = map(json.loads, self.agreement.exchange(json.dumps(self._kept.reusable(prompts))))
+            reused = [min(of_request) for of_request in zip(*of_ranks, strict=True)]
+        return self._own(Generation(self._requests(prompts, sampling), reused))
 
     def _own(self, generation: Generation) -> int:
         """Give the cache to a new generation; returns its number."""
@@ -352,7 +362,7 @@ class Engine:
         """Prefill, then decode until every request has ended; yields tokens as they come."""
         chunk_size = self.config.speculation.chunk_size
         with self._running(number):
-            self.prepare(sampling)
+            self._prepare(sampling, generation.reused_tokens)
             tokens = self._prefill(generation, sampling, progress)
         for token in generation.push(tokens, None, chunk_size):
             yield token
@@ -367,6 +377,9 @@ class Engine:
                 assert self.decode_step is not None
                 record = self.decode_step.step(num_steps - self._step + 1, generation.live)
                 self._raise_fault(record.fault)
+            for index, request in enumerate(generation.requests):
+                if request.live:
+                    self._kept.appended(index, request.token_ids[-1])
             generation.step_us.append(record.step_us)
             for token in generation.push(record.token_ids, record.hits, chunk_size):
                 yield token
@@ -380,7 +393,11 @@ class Engine:
             if self.device.type == "cuda":
                 torch.cuda.set_device(self.device)  # a setting of each thread
             with self.heartbeat.waiting(f"generation {number}"):
-                yield
+                try:
+                    yield
+                except Exception:
+                    self._kept.forget()  # the cache may hold bad numbers
+                    raise
 
     def _check_running(self, number: int) -> None:
         self._refuse_closed()
@@ -402,8 +419,11 @@ class Engine:
             if progress is not None:
                 progress(done)
             in_prompt = None if progress is None else lambda tokens, before=done: progress(before + tokens)
-            ids = request.prompt_ids
-            parts.append(prefill(self.model, self.cache, transport, index, ids, self._operation, progress=in_prompt))
+            ids, start = request.prompt_ids, generation.reused_tokens[index]
+            self._kept.cut(index, start)
+            step = self._operation
+            parts.append(prefill(self.model, self.cache, transport, index, ids, step, progress=in_prompt, start=start))
+            self._kept.wrote_prompt(index, ids)
             done += len(ids)
         logits, layer_sums = torch.cat([part[0] for part in parts]), torch.stack([part[1] for part in parts]).sum(0)
         tokens = choose_tokens(logits, layer_sums, sampling, generation.seq_lens, self._step, transport)
@@ -416,13 +436,17 @@ class Engine:
         Raises:
             BadNumbersError, RankFailureError: as `decode`.
         """
+        self._kept.forget()
+        self._prepare(sampling, None)
+
+    def _prepare(self, sampling: SamplingConfig, kept: list[int] | None) -> None:
         assert self.decode_step is not None
         self.heartbeat.mark(0, LOADING, -1)  # compiling is one long call
         self._step = 0
         self._attempts += 1
         is_warm, self._is_warm = self._is_warm, False
         try:
-            fault = self.decode_step.prepare(sampling)
+            fault = self.decode_step.prepare(sampling, kept)
         finally:
             self._is_warm = is_warm
         self._raise_fault(fault)
@@ -436,6 +460,7 @@ class Engine:
             BadNumbersError: NaN or Inf in a step.
             RankFailureError: a step waited in vain for a rank.
         """
+        self._kept.forget()
         self.timeline.start()
         self._begin_steps(token_ids, seq_lens)
         for remaining in range(num_steps, 0, -1):
@@ -524,7 +549,7 @@ class Engine:
         """Free weights and cache for the next engine of this process."""
         # The decode step and this engine form a reference cycle, which would keep the weights alive.
         self.decode_step = self.memory = None
-        for name in ("model", "cache"):
+        for name in ("model", "cache", "_kept"):
             vars(self).pop(name, None)
         self._weights_bytes = 0
         if self.device.type == "cuda":
