@@ -54,11 +54,16 @@ class StatusLine:
 
 
 class Printer:
-    """Streams the text of one request. A batch becomes one JSON line for each request, in order, as they finish."""
+    """Streams the text of one request. A batch becomes one JSON line for each request, in order, as they finish.
 
-    def __init__(self, num_requests: int, is_batch: bool, color: bool) -> None:
-        self._texts = [""] * num_requests
-        self._finish_reasons: list[str | None] = [None] * num_requests
+    Args:
+        extras: of each request: what its line holds beside the answer.
+    """
+
+    def __init__(self, extras: list[dict[str, Any]], is_batch: bool, color: bool) -> None:
+        self._extras = extras
+        self._texts = [""] * len(extras)
+        self._finish_reasons: list[str | None] = [None] * len(extras)
         self._is_batch = is_batch
         self._color = color
         self._next = 0  # request whose line is printed next
@@ -100,6 +105,7 @@ class Printer:
                 "text": self._texts[self._next],
                 "finish_reason": self._finish_reasons[self._next],
             }
+            line |= self._extras[self._next]
             print(json.dumps(line, ensure_ascii=False))
             self._next += 1
 

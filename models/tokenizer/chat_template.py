@@ -21,6 +21,8 @@ from alspec.models.checkpoint.files import absent, foreign_content, is_there
 __all__ = ["find_template", "render_chat"]
 
 _TEMPLATE_FILE = "chat_template.jinja"
+_TOOLS_FILE = "additional_chat_templates/tool_use.jinja"
+_TOOLS_NAME = "tool_use"  # of the named template that is used with tools, if there is one
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
@@ -44,17 +46,20 @@ class _Generation(jinja2.ext.Extension):
         return caller()
 
 
-def find_template(folder: Path, tokenizer_config: dict[str, Any]) -> str | None:
+def find_template(folder: Path, tokenizer_config: dict[str, Any], has_tools: bool = False) -> str | None:
     """The chat template of a Hugging Face folder, or None if it has none.
 
     chat_template.jinja takes precedence over `chat_template` of tokenizer_config.json. The latter is a string, or a
-    list of named templates, of which the one named `default` is used.
+    list of named templates, of which the one named `default` is used. With tools, a template named `tool_use` comes
+    first, if there is one: in that list, or in the file additional_chat_templates/tool_use.jinja.
 
     Raises:
         UserError: an unreadable file, a list without a default, or another type.
     """
     path = folder / _TEMPLATE_FILE
     if is_there(path):
+        if has_tools and is_there(folder / _TOOLS_FILE):
+            path = folder / _TOOLS_FILE
         try:
             data = path.read_bytes()
             text = data.decode("utf-8")
@@ -71,12 +76,13 @@ def find_template(folder: Path, tokenizer_config: dict[str, Any]) -> str | None:
             for entry in template
             if isinstance(entry, dict) and isinstance(entry.get("name"), str)
         }
-        if "default" not in named:
+        name = _TOOLS_NAME if has_tools and _TOOLS_NAME in named else "default"
+        if name not in named:
             raise UserError(
                 f"{folder / 'tokenizer_config.json'}: chat_template: expected a template named 'default', "
                 f"found {show(list(named))}; give this name to the template to use"
             )
-        template = named["default"]
+        template = named[name]
     if not isinstance(template, str | None):
         raise UserError(
             f"{folder / 'tokenizer_config.json'}: chat_template: expected a text or a list of named templates, "
@@ -104,11 +110,18 @@ def _to_json(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def render_chat(template: str, messages: list[dict[str, Any]], special_tokens: dict[str, str], where: str) -> str:
-    """Render `messages` and the beginning of the assistant's answer, with the conventions of Hugging Face templates.
+def render_chat(
+    template: str,
+    messages: list[dict[str, Any]],
+    special_tokens: dict[str, str],
+    where: str,
+    tools: list[dict[str, Any]] | None = None,
+    add_generation_prompt: bool = True,
+) -> str:
+    """Render `messages`, with the conventions of Hugging Face templates.
 
-    The template can use `messages`, `add_generation_prompt=True`, `tools=None`, `documents=None` and `special_tokens`
-    (such as `bos_token`), the functions `raise_exception` and `strftime_now`, a `tojson` that escapes nothing, and the
+    The template can use `messages`, `add_generation_prompt`, `tools`, `documents=None` and `special_tokens` (such as
+    `bos_token`), the functions `raise_exception` and `strftime_now`, a `tojson` that escapes nothing, and the
     block `{% generation %}`.
 
     Raises:
@@ -121,8 +134,8 @@ def render_chat(template: str, messages: list[dict[str, Any]], special_tokens: d
     environment.globals["strftime_now"] = _strftime_now
     variables = special_tokens | {
         "messages": messages,
-        "add_generation_prompt": True,
-        "tools": None,
+        "add_generation_prompt": add_generation_prompt,
+        "tools": tools,
         "documents": None,
     }
     try:

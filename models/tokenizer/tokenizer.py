@@ -188,26 +188,49 @@ class Tokenizer:
             raise UserError(f"token ids: expected 0 .. {self._vocab_size - 1}, found {wrong}")
         return str(self._core.decode(ids, skip_special_tokens=True))
 
-    def apply_chat_template(self, messages: list[dict[str, Any]]) -> str:
-        """The prompt for `messages` (dicts with `role` and `content`), up to the beginning of the assistant's answer.
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `apply_chat_template` has a template. Raises as `find_template` does."""
+        return find_template(self._folder, self._settings) is not None
 
+    def apply_chat_template(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """The text of `messages`, as the template of the checkpoint writes it.
+
+        Args:
+            messages: dicts with `role` and `content`, and whatever else the template reads.
+            tools: functions that the model may call, as JSON schemas.
+            add_generation_prompt: end with the beginning of the assistant's answer.
         Raises:
             UserError: the folder has no usable chat template; see `find_template`, `render_chat`.
         """
-        template = find_template(self._folder, self._settings)
+        template = find_template(self._folder, self._settings, has_tools=tools is not None)
         if template is None:
             raise UserError(
                 f"{self._folder}: chat template: expected chat_template.jinja or chat_template in "
                 "tokenizer_config.json, found none; leave out --chat or use an instruction-tuned model"
             )
-        return render_chat(template, messages, self._special_tokens, str(self._folder))
+        where = str(self._folder)
+        return render_chat(template, messages, self._special_tokens, where, tools, add_generation_prompt)
 
-    def encode_chat(self, messages: list[dict[str, Any]], max_total_tokens: int | None = None) -> list[int]:
-        """Token ids of the rendered chat, with exactly one BOS whether or not the template writes it (see `encode`).
+    def encode_chat(
+        self,
+        messages: list[dict[str, Any]],
+        max_total_tokens: int | None = None,
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> list[int]:
+        """Token ids of `apply_chat_template`, with exactly one BOS (see `encode`) whether or not the template has it.
 
         If the template begins with tokenizer_config.json's begin token, no other begin token is added.
         """
-        text, bos = self.apply_chat_template(messages), self._special_tokens.get("bos_token")
+        text = self.apply_chat_template(messages, tools, add_generation_prompt)
+        bos = self._special_tokens.get("bos_token")
         has_own = bos is not None and text.startswith(bos) and self._begin_ids != [self.bos_token_id]
         return self.encode(text, add_bos=not has_own, max_total_tokens=max_total_tokens)
 

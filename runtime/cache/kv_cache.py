@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
@@ -16,6 +18,8 @@ class KVCache:
 
     A cache class defines its layout, the bytes per token, and how tokens are appended, stored by prefill, and read.
     """
+
+    appends_exactly: ClassVar[bool] = True  # `append` stores a token as a prompt chunk does
 
     def __init__(
         self,
@@ -82,6 +86,17 @@ class KVCache:
 
     def compact(self, seq_lens: Tensor) -> None:
         """Do nothing: appended tokens stay where they are."""
+
+    def keepable(self, num_tokens: int, is_whole: bool) -> int:
+        """How many of a request's first `num_tokens` tokens can stay, so that a prompt chunk may follow them: all.
+
+        Args:
+            is_whole: the next prompt begins with all that the cache holds.
+        """
+        return num_tokens
+
+    def cut(self, request: int, num_tokens: int) -> None:
+        """Cut a request back to its first `num_tokens` tokens, a number that `keepable` returned: do nothing."""
 
     def append(self, layer: int, k: Tensor, v: Tensor, seq_lens: Tensor) -> None:
         """Store one new token of each request: k, v [B, Hkv, D]; seq_lens [B] integers, including the new token."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,8 @@ class ProtectedCache:
 
     Quantisation costs most in these layers. Methods and properties are those of the two caches.
     """
+
+    appends_exactly: ClassVar[bool] = False
 
     def __init__(self, protected: KVCache, quantised: QuantisedCache) -> None:
         self._protected, self._quantised = protected, quantised
@@ -48,6 +52,14 @@ class ProtectedCache:
         """Return one layer, as decode attention reads it."""
         cache, index = self._at(layer)
         return cache.layer(index)
+
+    def keepable(self, num_tokens: int, is_whole: bool) -> int:
+        """As `QuantisedCache.keepable`."""
+        return self._quantised.keepable(num_tokens, is_whole)
+
+    def cut(self, request: int, num_tokens: int) -> None:
+        """As `QuantisedCache.cut`."""
+        self._quantised.cut(request, num_tokens)
 
     def compact(self, seq_lens: Tensor) -> None:
         """As `QuantisedCache.compact`."""

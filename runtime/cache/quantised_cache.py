@@ -6,6 +6,7 @@ On CUDA, the kernels of codec_kernels.py write it. On the CPU, their oracles wri
 from __future__ import annotations
 
 import math
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -20,12 +21,14 @@ from alspec.kernels.kv_codec.codec_reference import (
     kv_restore_ref,
     kv_store_ref,
 )
-from alspec.kernels.kv_codec.flashq.quantize import head_priority, select_bits
+from alspec.kernels.kv_codec.flashq.quantize import MIN_SCALE, head_priority, select_bits
 from alspec.kernels.kv_codec.formats import format_of, record_words
 from alspec.kernels.kv_codec.quantised_layer import BLOCK, QuantisedLayer
 from alspec.sas import Softmax
 
 __all__ = ["QuantisedCache"]
+
+_CUT_ANYWHERE = ("turbo4", "turbo2")  # see `QuantisedCache.keepable`
 
 
 class QuantisedCache:
@@ -37,6 +40,8 @@ class QuantisedCache:
 
     Shapes: B requests, H KV heads of this rank, NB capacity in blocks, D head_dim, n tokens.
     """
+
+    appends_exactly: ClassVar[bool] = False  # an appended token is cut to the range that the prompt had
 
     def __init__(
         self,
@@ -106,6 +111,24 @@ class QuantisedCache:
     def layer(self, layer: int) -> QuantisedLayer:
         """Return one layer, as decode attention reads it."""
         return self._layers[layer]
+
+    def keepable(self, num_tokens: int, is_whole: bool) -> int:
+        """How many of the first `num_tokens` tokens of a request's last prompt can stay, so that a chunk may follow.
+
+        Whole blocks, because a prompt chunk begins a block. But what depends on dropped tokens as well must be found
+        again without them. The universal scale is the largest scale of FlashQ records; TurboQuant records do not tell
+        it, nor does any record tell which heads `turbo-mixed` would select. There nothing stays unless all tokens do.
+
+        Args:
+            is_whole: the next prompt begins with all of the last one.
+        """
+        return num_tokens // BLOCK * BLOCK if is_whole or self.codec in _CUT_ANYWHERE else 0
+
+    def cut(self, request: int, num_tokens: int) -> None:
+        """Cut a request back to its first `num_tokens` tokens, a number that `keepable` returned."""
+        if num_tokens and self.codec in _CUT_ANYWHERE:
+            scales = self._all.scales[:, request, :, : num_tokens // BLOCK]
+            self._all.tail_scale[:, request] = scales.amax(2).clamp(min=MIN_SCALE)
 
     def compact(self, seq_lens: Tensor) -> None:
         """Make records of full tails, on a GPU; seq_lens [B] int32, including the new token. Graph-safe."""

@@ -7,6 +7,7 @@ ring in pinned host memory, which the host polls: no call into CUDA waits for an
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -75,7 +76,7 @@ class CapturedStep:
         self._speculation.threshold, self._speculation.forced = threshold, forced
         self._prepared = False
 
-    def prepare(self, sampling: SamplingConfig) -> int:
+    def prepare(self, sampling: SamplingConfig, kept: Sequence[int] | None = None) -> int:
         """Capture the step, unless the captured one has the same cuts (top_k, top_p). See `DecodeStep.prepare`."""
         how = (sampling.temperature, sampling.top_k, sampling.top_p)
         cuts = Sampler.cuts_of(*how, self._decoder.config.vocab_size)
@@ -86,11 +87,11 @@ class CapturedStep:
             self._sampler = Sampler.allocate(cuts, self._batch_size, self._device) if cuts else None
         if self._sampler is not None:
             self._sampler.set(*how, sampling.seed)
-        return 0 if is_captured else self._capture()
+        return 0 if is_captured else self._capture(kept or [0] * self._batch_size)
 
-    def _capture(self) -> int:
+    def _capture(self, kept: Sequence[int]) -> int:
         """Compile the step's kernels, run two steps, then capture one if graphs are used; returns the fault word."""
-        self.begin([0] * self._batch_size, [1] * self._batch_size)
+        self.begin([0] * self._batch_size, [num_tokens + 1 for num_tokens in kept])
         if self._is_cuda:
             # Collectives and copies of the step are not kernels of ours: they run here.
             with compiling():

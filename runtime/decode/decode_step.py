@@ -1,6 +1,6 @@
 """The interface through which the engine runs decode steps, eager or captured.
 
-step.prepare(sampling)              compile, and capture a graph
+step.prepare(sampling, kept)        compile, and capture a graph
 step.begin(token_ids, seq_lens)     set each request's newest token, and its length with this token
 record = step.step(remaining)       one more token for each request
 step.release()                      destroy the graph, before its buffers are freed
@@ -8,6 +8,7 @@ step.release()                      destroy the graph, before its buffers are fr
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -55,9 +56,11 @@ class DecodeStep(Protocol):
             forced: [L] int32 verdicts for profiling: 1 accepts, 0 rejects, -1 decides from the sums.
         """
 
-    def prepare(self, sampling: SamplingConfig) -> int:
-        """Compile and capture the step for these sampling settings. Overwrites the start of the cache.
+    def prepare(self, sampling: SamplingConfig, kept: Sequence[int] | None = None) -> int:
+        """Compile and capture the step for these sampling settings. Overwrites some of the cache behind `kept`.
 
+        Args:
+            kept: tokens of each request that stay, default none; the cache has room for two more.
         Returns:
             The fault word of the trial steps: 0, or see kernels/comm/ll_packets.py.
         """

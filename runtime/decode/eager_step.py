@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,7 +31,7 @@ from alspec.verdict import accepts, combine_sums, layer_verdict
 
 __all__ = ["WARM_UP_TOKENS", "DecodeState", "EagerStep", "StepResult", "choose_tokens", "gather_logits"]
 
-WARM_UP_TOKENS = 2  # tokens of the step that `prepare` runs; a cache must have room for them
+WARM_UP_TOKENS = 2  # tokens, behind those that are kept, of the step that `prepare` runs; a cache must have room
 
 
 @dataclass(frozen=True)
@@ -140,12 +141,12 @@ class EagerStep:
         assert forced is None, "verdicts of an eager step are not forced"
         self.threshold = threshold
 
-    def prepare(self, sampling: SamplingConfig) -> int:
+    def prepare(self, sampling: SamplingConfig, kept: Sequence[int] | None = None) -> int:
         """On a GPU, run one step the first time, to compile its kernels. See `DecodeStep.prepare`."""
         self._sampling = sampling
         if not self._is_warm:
-            batch_size = self._cache.batch_size
-            self.begin([0] * batch_size, [WARM_UP_TOKENS] * batch_size)
+            kept = kept or [0] * self._cache.batch_size
+            self.begin([0] * len(kept), [num_tokens + WARM_UP_TOKENS for num_tokens in kept])
             self.step(1)
             self._is_warm = True
         return 0

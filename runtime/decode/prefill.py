@@ -31,6 +31,7 @@ def prefill(
     operation: OperationHook,
     chunk_tokens: int = CHUNK_TOKENS,
     progress: Callable[[int], None] | None = None,
+    start: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Process one request's prompt with full causal attention. Two groups share the work; both cache all of it.
 
@@ -42,14 +43,16 @@ def prefill(
         request: index in the batch.  token_ids: the prompt, at least one token.
         chunk_tokens: tokens at a time; a multiple of 64 with a quantised cache.
         progress: called with the number of tokens done, while others follow.
+        start: tokens of the prompt that the cache holds already, fewer than all. Prompt chunks begin behind them; a
+            multiple of 64 with a quantised cache.
     Returns:
         logits: [1, V] fp32 after the last token, the same on every rank.
         layer_sums: [L] fp32, not finite where this rank's activations were not.
     """
-    assert token_ids
+    assert start < len(token_ids)
     device, placement = cache.device, transport.placement
     layer_sums = torch.zeros(model.num_layers, device=device)
-    for part in prompt_parts(len(token_ids), chunk_tokens, placement.num_groups):
+    for part in prompt_parts(len(token_ids), chunk_tokens, placement.num_groups, start):
         own = part.shares[placement.group % len(part.shares)]
         ids = torch.tensor(token_ids[own.start : own.stop], device=device)
         positions = torch.arange(own.start, own.stop, device=device)
@@ -84,9 +87,12 @@ class PromptPart(NamedTuple):
     shares: list[range]  # tokens of each group; both groups process a single share
 
 
-def prompt_parts(num_tokens: int, chunk_tokens: int, num_groups: int) -> list[PromptPart]:
-    """Divide a prompt into parts: one prompt chunk per group, or half of the last chunk if only one remains."""
-    chunks = [range(start, min(start + chunk_tokens, num_tokens)) for start in range(0, num_tokens, chunk_tokens)]
+def prompt_parts(num_tokens: int, chunk_tokens: int, num_groups: int, start: int = 0) -> list[PromptPart]:
+    """Divide the tokens of a prompt from `start` on into parts.
+
+    A part is one prompt chunk per group, or half of the last chunk if only one remains.
+    """
+    chunks = [range(at, min(at + chunk_tokens, num_tokens)) for at in range(start, num_tokens, chunk_tokens)]
     parts = [PromptPart(of, of) for of in (chunks[at : at + num_groups] for at in range(0, len(chunks), num_groups))]
     last = chunks[-1]
     if len(parts[-1].chunks) < num_groups and len(last) >= MIN_SHARED_TOKENS:

@@ -38,10 +38,13 @@ from alspec.runtime.engine.generation import (
     Generation,
     IdDecoder,
     Request,
+    SamplingT,
     Token,
     check_prompts,
+    fit_new_tokens,
     max_total_tokens,
 )
+from alspec.runtime.engine.kept_prefix import KeptPrefix
 from alspec.runtime.engine.loading import open_model, read_weights, take_device, warm_up
 from alspec.runtime.engine.memory import MemoryPlan, available_bytes, check_fits, check_max_context
 from alspec.runtime.faults.bad_steps import fault_error
@@ -65,6 +68,7 @@ class Engine:
     # Set by `load`.
     model: Llama
     cache: Cache
+    _kept: KeptPrefix  # what the cache holds
     decode_step: DecodeStep | None = None
 
     def __init__(self, config: EngineConfig, trace: bool = False) -> None:
@@ -139,6 +143,10 @@ class Engine:
         self._has_warned = True
         return self.notices
 
+    def fit_new_tokens(self, prompts: list[list[int]], sampling: SamplingT) -> tuple[SamplingT, str | None]:
+        """See `generation.fit_new_tokens`."""
+        return fit_new_tokens(prompts, sampling, self.config, self.model_config)
+
     def check_prompts(self, prompts: list[list[int]], max_new_tokens: int) -> int:
         """Return the tokens that the cache must hold for these prompts; refuse too long prompts."""
         needed = check_prompts(prompts, max_new_tokens, self.config, self.model_config)
@@ -177,7 +185,7 @@ class Engine:
             # Free the graph, then the cache that it refers to, before the new cache is allocated.
             self._release()
             self.memory = self.decode_step = None
-            del self.cache
+            del self.cache, self._kept
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
         if not self._weights_bytes:
@@ -185,6 +193,7 @@ class Engine:
                 self._load_model()
             self._weights_bytes = memory.weights_bytes
         self.cache = build_cache(self._choices, self.config, config, batch_size, max_context)
+        self._kept = KeptPrefix(self.cache, self.mode == "off" or self.config.speculation.threshold == 0.0)
         notice = f"{batch_size} requests: operations are launched one by one; captured steps serve up to {MAX_BATCH}"
         if self._choices.has_fused_step and batch_size > MAX_BATCH and notice not in self.notices:
             self.notices.append(notice)
@@ -281,6 +290,10 @@ class Engine:
         With several, `token.request` says whose a token is. An engine serves one call at a time: another call, in any
         thread, ends this one. What was measured is in `generation`.
 
+        Tokens at the start of a prompt that the cache still holds from the last call are not processed again: see
+        runtime/engine/kept_prefix.py, and `generation.reused_tokens`. A prompt for which the cache is too small
+        replaces it: set `max_context` for a conversation.
+
         Args:
             prompt: a text or token ids, or a list of such prompts.
             sampling, options: either a `SamplingConfig`, or its fields by name: `stream("...", temperature=0.8)`.
@@ -296,8 +309,9 @@ class Engine:
         self._refuse_closed()
         sampling = sampling or validate(SamplingConfig, options, "Engine.stream")
         with self._lock:
-            number = self._begin(prompt, sampling)
-        notices = () if self._has_warned or self.placement.rank else self.notices
+            number, sampling, notices = self._begin(prompt, sampling)
+        notices += [] if self._has_warned else self.notices
+        notices = [] if self.placement.rank else notices
         self._has_warned = True
         for notice in notices:
             warnings.warn(notice, stacklevel=2)
@@ -313,8 +327,14 @@ class Engine:
         is_single = any(each is prompt for each in prompts_of(prompt))
         return completions[0] if is_single else completions
 
-    def _begin(self, prompt: Prompt | Sequence[Prompt], sampling: SamplingConfig) -> int:
-        """Check and encode the prompts, load what they need; returns the number of the new generation."""
+    def _begin(
+        self, prompt: Prompt | Sequence[Prompt], sampling: SamplingConfig
+    ) -> tuple[int, SamplingConfig, list[str]]:
+        """Check and encode the prompts, and load what they need.
+
+        Returns:
+            Number of the new generation, the settings in force, and notices about them.
+        """
         settings = sampling.model_dump(mode="json", include=set(SamplingConfig.model_fields))
         self.heartbeat.start(self._release)
         with self.heartbeat.waiting(f"the start of generation {self._generations + 1}"):
@@ -323,10 +343,15 @@ class Engine:
             self._catch_up(self.agreement.exchange)
             tokenizer = partial(self.text_tokenizer, "give token ids")
             prompts = encode_prompts(prompt, tokenizer, self.max_total_tokens)
+            sampling, notice = self.fit_new_tokens(prompts, sampling)
             needed, batch_size = self.check_prompts(prompts, sampling.max_new_tokens), len(prompts)
             if self.memory is None or self.cache.batch_size != batch_size or self.cache.max_context < needed:
                 self.load(batch_size, needed)
-        return self._own(Generation(self._requests(prompts, sampling)))
+            # A call that was interrupted may have ended at another token on each rank.
+            of_ranks = map(json.loads, self.agreement.exchange(json.dumps(self._kept.reusable(prompts))))
+            reused = [min(of_request) for of_request in zip(*of_ranks, strict=True)]
+        number = self._own(Generation(self._requests(prompts, sampling), reused))
+        return number, sampling, [notice] if notice else []
 
     def _own(self, generation: Generation) -> int:
         """Give the cache to a new generation; returns its number."""
@@ -352,7 +377,7 @@ class Engine:
         """Prefill, then decode until every request has ended; yields tokens as they come."""
         chunk_size = self.config.speculation.chunk_size
         with self._running(number):
-            self.prepare(sampling)
+            self._prepare(sampling, generation.reused_tokens)
             tokens = self._prefill(generation, sampling, progress)
         for token in generation.push(tokens, None, chunk_size):
             yield token
@@ -367,6 +392,9 @@ class Engine:
                 assert self.decode_step is not None
                 record = self.decode_step.step(num_steps - self._step + 1, generation.live)
                 self._raise_fault(record.fault)
+            for index, request in enumerate(generation.requests):
+                if request.live:
+                    self._kept.appended(index, request.token_ids[-1])
             generation.step_us.append(record.step_us)
             for token in generation.push(record.token_ids, record.hits, chunk_size):
                 yield token
@@ -380,7 +408,11 @@ class Engine:
             if self.device.type == "cuda":
                 torch.cuda.set_device(self.device)  # a setting of each thread
             with self.heartbeat.waiting(f"generation {number}"):
-                yield
+                try:
+                    yield
+                except Exception:
+                    self._kept.forget()  # the cache may hold bad numbers
+                    raise
 
     def _check_running(self, number: int) -> None:
         self._refuse_closed()
@@ -402,8 +434,11 @@ class Engine:
             if progress is not None:
                 progress(done)
             in_prompt = None if progress is None else lambda tokens, before=done: progress(before + tokens)
-            ids = request.prompt_ids
-            parts.append(prefill(self.model, self.cache, transport, index, ids, self._operation, progress=in_prompt))
+            ids, start = request.prompt_ids, generation.reused_tokens[index]
+            self._kept.cut(index, start)
+            step = self._operation
+            parts.append(prefill(self.model, self.cache, transport, index, ids, step, progress=in_prompt, start=start))
+            self._kept.wrote_prompt(index, ids)
             done += len(ids)
         logits, layer_sums = torch.cat([part[0] for part in parts]), torch.stack([part[1] for part in parts]).sum(0)
         tokens = choose_tokens(logits, layer_sums, sampling, generation.seq_lens, self._step, transport)
@@ -416,13 +451,17 @@ class Engine:
         Raises:
             BadNumbersError, RankFailureError: as `decode`.
         """
+        self._kept.forget()
+        self._prepare(sampling, None)
+
+    def _prepare(self, sampling: SamplingConfig, kept: list[int] | None) -> None:
         assert self.decode_step is not None
         self.heartbeat.mark(0, LOADING, -1)  # compiling is one long call
         self._step = 0
         self._attempts += 1
         is_warm, self._is_warm = self._is_warm, False
         try:
-            fault = self.decode_step.prepare(sampling)
+            fault = self.decode_step.prepare(sampling, kept)
         finally:
             self._is_warm = is_warm
         self._raise_fault(fault)
@@ -436,6 +475,7 @@ class Engine:
             BadNumbersError: NaN or Inf in a step.
             RankFailureError: a step waited in vain for a rank.
         """
+        self._kept.forget()
         self.timeline.start()
         self._begin_steps(token_ids, seq_lens)
         for remaining in range(num_steps, 0, -1):
@@ -524,7 +564,7 @@ class Engine:
         """Free weights and cache for the next engine of this process."""
         # The decode step and this engine form a reference cycle, which would keep the weights alive.
         self.decode_step = self.memory = None
-        for name in ("model", "cache"):
+        for name in ("model", "cache", "_kept"):
             vars(self).pop(name, None)
         self._weights_bytes = 0
         if self.device.type == "cuda":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from torch import Tensor
 
@@ -22,8 +22,11 @@ __all__ = [
     "TextDecoder",
     "Token",
     "check_prompts",
+    "fit_new_tokens",
     "max_total_tokens",
 ]
+
+SamplingT = TypeVar("SamplingT", bound=SamplingConfig)
 
 
 class TextDecoder(Protocol):
@@ -143,10 +146,15 @@ class Generation:
     """A batch and everything measured while it ran."""
 
     requests: list[Request]
+    # Tokens of each prompt that the cache still held, default none: prefill begins behind them.
+    reused_tokens: list[int] = field(default_factory=list)
     prefill_us: float = 0.0  # from the start of prefill to the first token on the host (TTFT)
     # Times of all decode steps. The host times eager steps and the first step; the device times the others.
     step_us: list[float] = field(default_factory=list)
     hits: list[Tensor] = field(default_factory=list)  # every decode step: [L, B] bool
+
+    def __post_init__(self) -> None:
+        self.reused_tokens = self.reused_tokens or [0] * len(self.requests)
 
     @property
     def live(self) -> list[bool]:
@@ -193,6 +201,25 @@ class Generation:
 def max_total_tokens(config: EngineConfig, model: LlamaConfig) -> int:
     """The most tokens of a prompt and its answer: `max_context`, or the positions of the model."""
     return config.max_context or model.longest_context
+
+
+def fit_new_tokens(
+    prompts: list[list[int]], sampling: SamplingT, config: EngineConfig, model: LlamaConfig
+) -> tuple[SamplingT, str | None]:
+    """Lower the default of `max_new_tokens` to what fits behind the longest prompt; a number that was given stays.
+
+    Returns:
+        The settings, and a notice if they were changed.
+    """
+    longest, limit, default = max(map(len, prompts)), max_total_tokens(config, model), sampling.max_new_tokens
+    if "max_new_tokens" in sampling.model_fields_set or not 0 < limit - longest < default:
+        return sampling, None
+    fitting = sampling.model_copy(update={"max_new_tokens": limit - longest})
+    name = "max_context" if config.max_context else model.longest_context_name
+    return fitting, (
+        f"max_new_tokens: {limit - longest} instead of {default}, the default: the prompt has {longest} tokens, "
+        f"{name} is {limit}"
+    )
 
 
 def check_prompts(prompts: list[list[int]], max_new_tokens: int, config: EngineConfig, model: LlamaConfig) -> int:

@@ -198,6 +198,19 @@ def test_the_template_comes_from_the_right_file(tmp_path: Path) -> None:
     assert find_template(tmp_path, {"chat_template": named}) == "F"
 
 
+def test_tools_have_a_template_of_their_own(tmp_path: Path) -> None:
+    named = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
+    assert find_template(tmp_path, {"chat_template": named}) == "D"
+    assert find_template(tmp_path, {"chat_template": named}, has_tools=True) == "T"
+    assert find_template(tmp_path, {"chat_template": named[1:]}, has_tools=True) == "D"
+    (tmp_path / "chat_template.jinja").write_text("F", encoding="utf-8")
+    assert find_template(tmp_path, {"chat_template": named}, has_tools=True) == "F"
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("U", encoding="utf-8")
+    assert find_template(tmp_path, {"chat_template": named}, has_tools=True) == "U"
+    assert find_template(tmp_path, {"chat_template": named}) == "F"
+
+
 @pytest.mark.parametrize(
     ("file", "content", "needle"),
     [
@@ -256,3 +269,17 @@ def test_against_transformers(single_folder: Path) -> None:
     expected = oracle.apply_chat_template(TWO_TURNS, tokenize=False, add_generation_prompt=True)
     assert tokenizer.apply_chat_template(TWO_TURNS) == expected
     assert tokenizer.encode_chat(TWO_TURNS) == oracle.encode(expected, add_special_tokens=False)
+    weather = {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "Tell the weather",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        },
+    }
+    for tools in (None, [], [weather]):
+        for adds in (True, False):
+            options = {"tools": tools, "add_generation_prompt": adds}
+            expected = oracle.apply_chat_template(TWO_TURNS, tokenize=False, **options)
+            assert tokenizer.apply_chat_template(TWO_TURNS, **options) == expected
+            assert tokenizer.encode_chat(TWO_TURNS, **options) == oracle.encode(expected, add_special_tokens=False)

@@ -129,6 +129,27 @@ def _check_tokens(setting: Setting, samplings: tuple[SamplingConfig, ...]) -> No
     assert found[0] != found[1] != found[2]
 
 
+@pytest.mark.parametrize("codec", ["bf16", "turbo4"])
+def test_a_capture_leaves_what_is_kept(small_folder: Path, turbo_folder: Path, codec: str) -> None:
+    """`prepare` writes behind the kept tokens alone, and within the cache."""
+    setting = Setting(small_folder if codec == "bf16" else turbo_folder, codec, LONG_PROMPTS, num_layers=1)
+    setting.prefill()
+    cache, kept = setting.cache, [0, 64]
+    if isinstance(cache, KVCache):
+        kept = [61, cache.max_context - 2]
+
+    def held() -> list[torch.Tensor]:
+        if isinstance(cache, KVCache):
+            return [
+                kv[:, request, :, :num_tokens] for kv in (cache.k, cache.v) for request, num_tokens in enumerate(kept)
+            ]
+        return [cache.layers.words, cache.layers.scales, cache.layers.tail_scale]
+
+    before = [each.clone() for each in held()]
+    assert setting.new_step().prepare(GREEDY, kept) == 0
+    assert all(torch.equal(found, expected) for found, expected in zip(held(), before, strict=True))
+
+
 def test_only_other_cuts_need_another_capture(setting: Setting) -> None:
     captured = setting.new_step()
     with mock.patch.object(captured, "_capture", mock.Mock(wraps=captured._capture)) as capture:

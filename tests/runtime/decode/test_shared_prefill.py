@@ -164,19 +164,21 @@ def test_spread_tokens_give_the_same_cache_and_logits(num_groups: int, lengths: 
     num_tokens=st.integers(1, 100_000),
     blocks=st.integers(1, 200),
     num_groups=st.sampled_from([1, 2]),
+    kept_blocks=st.integers(0, 500),
 )
-def test_parts_are_all_tokens_in_order(num_tokens: int, blocks: int, num_groups: int) -> None:
+def test_parts_are_all_tokens_in_order(num_tokens: int, blocks: int, num_groups: int, kept_blocks: int) -> None:
     chunk_tokens = 64 * blocks
-    parts = prompt_parts(num_tokens, chunk_tokens, num_groups)
+    start = min(kept_blocks, (num_tokens - 1) // 64) * 64
+    parts = prompt_parts(num_tokens, chunk_tokens, num_groups, start)
     chunks = [chunk for part in parts for chunk in part.chunks]
     shares = [share for part in parts for share in part.shares]
     for ranges in (chunks, shares):
-        assert ranges[0].start == 0
+        assert ranges[0].start == start
         assert ranges[-1].stop == num_tokens
         assert all(one.stop == other.start for one, other in itertools.pairwise(ranges))
         assert all(0 < len(tokens) <= chunk_tokens for tokens in ranges)
         assert all(len(tokens) % 64 == 0 for tokens in ranges[:-1])
-    assert all(chunk.start % chunk_tokens == 0 for chunk in chunks), "what is cached depends on no group"
+    assert all((chunk.start - start) % chunk_tokens == 0 for chunk in chunks), "what is cached depends on no group"
     assert all(part.chunks == part.shares and len(part.shares) == num_groups for part in parts[:-1])
     assert len(parts[-1].shares) == num_groups or len(chunks[-1]) < prefill_module.MIN_SHARED_TOKENS
     assert len(parts[-1].shares[0]) >= len(parts[-1].shares[-1])

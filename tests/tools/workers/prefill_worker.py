@@ -39,8 +39,11 @@ MIN_SHARED_TOKENS = 80
 LEAST_SPREAD = 100  # default, in tokens: some chunks are spread
 
 
-def one_by_one(num_tokens: int, chunk_tokens: int, num_groups: int, cached_together: bool) -> list[PromptPart]:
-    parts = [part for part in prompt_parts(num_tokens, chunk_tokens, 2) for part in part[0 if cached_together else 1]]
+def one_by_one(
+    num_tokens: int, chunk_tokens: int, num_groups: int, start: int, cached_together: bool
+) -> list[PromptPart]:
+    shared = prompt_parts(num_tokens, chunk_tokens, 2, start)
+    parts = [part for part in shared for part in part[0 if cached_together else 1]]
     return [PromptPart([part], [part]) for part in parts]
 
 
