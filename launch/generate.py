@@ -23,7 +23,7 @@ from alspec.launch.terminal.plan import print_plan
 from alspec.launch.terminal.prompts import read_prompts
 from alspec.runtime.distributed.placement import Placement
 from alspec.runtime.engine.engine import Engine
-from alspec.runtime.engine.generation import Generation
+from alspec.runtime.engine.generation import Generation, rows_of
 from alspec.runtime.faults.guard import guarded
 from alspec.runtime.profiling.provenance import versions
 from alspec.runtime.profiling.stats import mean_lengths, step_bytes, stream_bandwidth, summarize
@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
         is_first = engine.placement.rank == 0
         with guarded(engine.heartbeat, OUT_OF_MEMORY), StatusLine(is_first) as status:
             prompts, is_batch = _load(config, engine, status)
-            printer = Printer(len(prompts), is_batch, config.color and shows_color()) if is_first else None
+            printer = Printer(len(prompts), is_batch, config.color and shows_color(), config.n) if is_first else None
             if printer is not None:
                 engine.heartbeat.end_output = printer.end_line
             progress = status.show_prompt_progress(sum(map(len, prompts)))
@@ -80,14 +80,16 @@ def _plan(config: GenerateConfig) -> None:
 
 
 def _load(config: GenerateConfig, engine: Engine, status: StatusLine) -> tuple[list[list[int]], bool]:
-    """Read the prompts and load the model; returns token ids, and whether they are a batch."""
+    """Read the prompts and load the model; returns token ids, and whether answers are printed as a batch."""
     prompts, is_batch = read_prompts(config, engine)
-    max_context = engine.check_prompts(prompts, config.max_new_tokens)
+    engine.check_sampling(config)
+    rows, is_batch = rows_of(prompts, config.n), is_batch or config.n > 1
+    max_context = engine.check_prompts(rows, config.max_new_tokens)
     is_first = engine.placement.rank == 0
     if is_first:
         notify(_without_effect(config, is_batch, engine.mode))
     status.show("loading weights")
-    engine.load(len(prompts), max_context)
+    engine.load(len(rows), max_context)
     status.clear()
     notify(engine.take_notices() if is_first else [])
     status.show("preparing")
@@ -104,6 +106,8 @@ def _without_effect(config: GenerateConfig, is_batch: bool, mode: str) -> list[s
     elif config.color and not shows_color():
         notices.append("--color shades nothing: standard output is no terminal; FORCE_COLOR=1 shades all the same")
     notices += cuts_without_effect(config)
+    if config.n > 1 and config.temperature == 0.0:
+        notices.append(f"--n gives the same answer {config.n} times: temperature 0 takes the most likely token")
     if mode == "off":
         notices += speculation_without_effect(config, "use --speculation simulated, or paired on two ranks")
     return notices
@@ -159,7 +163,7 @@ def _summary(engine: Engine) -> dict[str, Any]:
 
 def _everything(config: GenerateConfig, generation: Generation, summary: dict[str, Any]) -> dict[str, Any]:
     settings = config.model_dump(mode="json", by_alias=True)
-    requests = [
+    requests: list[dict[str, Any]] = [
         {
             "prompt_ids": request.prompt_ids,
             "token_ids": request.token_ids,
@@ -168,6 +172,9 @@ def _everything(config: GenerateConfig, generation: Generation, summary: dict[st
         }
         for request in generation.requests
     ]
+    for request, entry in zip(generation.requests, requests, strict=True):
+        if request.logprobs is not None:
+            entry["logprobs"] = [asdict(each) for each in request.logprobs]
     return {
         "requests": requests,
         "ttft_us": generation.prefill_us,

@@ -54,11 +54,12 @@ class StatusLine:
 
 
 class Printer:
-    """Streams the text of one request. A batch becomes one JSON line for each request, in order, as they finish."""
+    """Streams the text of one request. A batch becomes one JSON line for each answer, in order, as they finish."""
 
-    def __init__(self, num_requests: int, is_batch: bool, color: bool) -> None:
-        self._texts = [""] * num_requests
-        self._finish_reasons: list[str | None] = [None] * num_requests
+    def __init__(self, num_prompts: int, is_batch: bool, color: bool, num_answers: int = 1) -> None:
+        self._num_answers = num_answers  # to each prompt
+        self._texts = [""] * (num_prompts * num_answers)
+        self._finish_reasons: list[str | None] = [None] * len(self._texts)
         self._is_batch = is_batch
         self._color = color
         self._next = 0  # request whose line is printed next
@@ -95,11 +96,11 @@ class Printer:
 
     def _print_finished(self) -> None:
         while self._next < len(self._texts) and self._finish_reasons[self._next] is not None:
-            line = {
-                "request": self._next,
-                "text": self._texts[self._next],
-                "finish_reason": self._finish_reasons[self._next],
-            }
+            prompt, answer = divmod(self._next, self._num_answers)
+            line: dict[str, Any] = {"request": prompt}
+            if self._num_answers > 1:
+                line["answer"] = answer
+            line |= {"text": self._texts[self._next], "finish_reason": self._finish_reasons[self._next]}
             print(json.dumps(line, ensure_ascii=False))
             self._next += 1
 

@@ -15,12 +15,15 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from alspec.config import EngineConfig, SamplingConfig, check_softmax, validate
 from alspec.errors import UserError
 from alspec.kernels.common.limits import MAX_BATCH
 from alspec.kernels.kv_codec.formats import rotates_values
 from alspec.kernels.kv_codec.turboquant.rotation import rotation
+from alspec.kernels.sampling.adjustment import tokens_seen
+from alspec.kernels.sampling.logprobs import Logprobs
 from alspec.models.checkpoint.source import model_config, model_files, model_path, open_tokenizer
 from alspec.models.generation_config import notice_of_settings
 from alspec.models.llama import Llama, rotate_values
@@ -40,7 +43,9 @@ from alspec.runtime.engine.generation import (
     Request,
     Token,
     check_prompts,
+    check_sampling,
     max_total_tokens,
+    rows_of,
 )
 from alspec.runtime.engine.loading import open_model, read_weights, take_device, warm_up
 from alspec.runtime.engine.memory import MemoryPlan, available_bytes, check_fits, check_max_context
@@ -139,8 +144,12 @@ class Engine:
         self._has_warned = True
         return self.notices
 
+    def check_sampling(self, sampling: SamplingConfig) -> None:
+        """Refuse settings that do not fit the model: token ids that it does not have."""
+        check_sampling(sampling, self.model_config)
+
     def check_prompts(self, prompts: list[list[int]], max_new_tokens: int) -> int:
-        """Return the tokens that the cache must hold for these prompts; refuse too long prompts."""
+        """Return the tokens that the cache must hold for these rows, see `rows_of`; refuse too long prompts."""
         needed = check_prompts(prompts, max_new_tokens, self.config, self.model_config)
         return self.config.max_context or needed
 
@@ -278,8 +287,9 @@ class Engine:
 
         A generator: nothing happens, and no error is raised, before its first token is asked for.
 
-        With several, `token.request` says whose a token is. An engine serves one call at a time: another call, in any
-        thread, ends this one. What was measured is in `generation`.
+        With several, or with n answers to each, `token.request` says whose a token is: p n + a is answer a to prompt p.
+        An engine serves one call at a time: another call, in any thread, ends this one. What was measured is in
+        `generation`.
 
         Args:
             prompt: a text or token ids, or a list of such prompts.
@@ -306,12 +316,15 @@ class Engine:
     def generate(
         self, prompt: Prompt | Sequence[Prompt], sampling: SamplingConfig | None = None, **options: Any
     ) -> Completion | list[Completion]:
-        """Generate to the end: the `Completion` of a prompt, or a list of them for a list of prompts. See `stream`."""
+        """Generate to the end: the `Completion` of a prompt, or a list of them for several prompts or answers.
+
+        With n answers to each prompt, those of the first prompt come first. See `stream`.
+        """
         for _ in self.stream(prompt, sampling, **options):
             pass
         completions = self.generation.completions()
         is_single = any(each is prompt for each in prompts_of(prompt))
-        return completions[0] if is_single else completions
+        return completions[0] if is_single and self.generation.num_answers == 1 else completions
 
     def _begin(self, prompt: Prompt | Sequence[Prompt], sampling: SamplingConfig) -> int:
         """Check and encode the prompts, load what they need; returns the number of the new generation."""
@@ -322,11 +335,12 @@ class Engine:
             self.agreement.require_same({"prompt": spelled(prompt)} | settings)
             self._catch_up(self.agreement.exchange)
             tokenizer = partial(self.text_tokenizer, "give token ids")
-            prompts = encode_prompts(prompt, tokenizer, self.max_total_tokens)
+            self.check_sampling(sampling)
+            prompts = rows_of(encode_prompts(prompt, tokenizer, self.max_total_tokens), sampling.n)
             needed, batch_size = self.check_prompts(prompts, sampling.max_new_tokens), len(prompts)
             if self.memory is None or self.cache.batch_size != batch_size or self.cache.max_context < needed:
                 self.load(batch_size, needed)
-        return self._own(Generation(self._requests(prompts, sampling)))
+        return self._own(Generation(self._requests(prompts, sampling), sampling.n))
 
     def _own(self, generation: Generation) -> int:
         """Give the cache to a new generation; returns its number."""
@@ -336,10 +350,11 @@ class Engine:
         return self._generations
 
     def _requests(self, prompts: list[list[int]], sampling: SamplingConfig) -> list[Request]:
+        stop_ids = list(sampling.stop_ids or ())
         if self.tokenizer is None:
-            return [Request(ids, IdDecoder(), sampling, self.model_config.eos_token_ids) for ids in prompts]
+            return [Request(ids, IdDecoder(), sampling, self.model_config.eos_token_ids, stop_ids) for ids in prompts]
         eos, decoder = self.tokenizer.eos_token_ids, self.tokenizer.stream_decoder
-        stop_ids = [each for each in map(self.tokenizer.special_token_id, sampling.stop) if each is not None]
+        stop_ids += [each for each in map(self.tokenizer.special_token_id, sampling.stop) if each is not None]
         return [Request(ids, decoder(ids), sampling, eos, stop_ids) for ids in prompts]
 
     def _generate(
@@ -353,14 +368,18 @@ class Engine:
         chunk_size = self.config.speculation.chunk_size
         with self._running(number):
             self.prepare(sampling)
-            tokens = self._prefill(generation, sampling, progress)
-        for token in generation.push(tokens, None, chunk_size):
+            seen = None
+            if sampling.penalises:
+                prompts = [request.prompt_ids for request in generation.requests]
+                seen = tokens_seen(prompts, self.model_config.vocab_size, self.device)
+            tokens, logprobs = self._prefill(generation, sampling, seen, progress)
+        for token in generation.push(tokens, None, chunk_size, logprobs):
             yield token
             self._check_running(number)
         num_steps = sampling.max_new_tokens - 1
         if any(generation.live):
             with self._running(number):
-                self._begin_steps(tokens, generation.seq_lens)
+                self._begin_steps(tokens, generation.seq_lens, seen)
         while any(generation.live):
             with self._running(number):
                 self._mark_step()
@@ -368,7 +387,7 @@ class Engine:
                 record = self.decode_step.step(num_steps - self._step + 1, generation.live)
                 self._raise_fault(record.fault)
             generation.step_us.append(record.step_us)
-            for token in generation.push(record.token_ids, record.hits, chunk_size):
+            for token in generation.push(record.token_ids, record.hits, chunk_size, record.logprobs):
                 yield token
                 self._check_running(number)
 
@@ -389,26 +408,35 @@ class Engine:
             raise UserError(f"stream: {why}; take one after the other, or use two engines")
 
     def _prefill(
-        self, generation: Generation, sampling: SamplingConfig, progress: Callable[[int], None] | None
-    ) -> list[int]:
-        """Process all prompts; returns the first token of each request."""
+        self,
+        generation: Generation,
+        sampling: SamplingConfig,
+        seen: Tensor | None,
+        progress: Callable[[int], None] | None,
+    ) -> tuple[list[int], Logprobs | None]:
+        """Process all prompts; returns the first token of each request, and their log probabilities if asked for."""
         transport = self.connected()
         transport.barrier()
         self.timeline.start()
         started = time.perf_counter()
         self._step = 0
-        parts, done = [], 0
+        parts: list[tuple[Tensor, Tensor]] = []  # logits and sums of each prompt
+        done = 0
         for index, request in enumerate(generation.requests):
             if progress is not None:
                 progress(done)
             in_prompt = None if progress is None else lambda tokens, before=done: progress(before + tokens)
-            ids = request.prompt_ids
+            ids, first_answer = request.prompt_ids, index - index % generation.num_answers
+            if index > first_answer:  # another answer to the same prompt
+                self.cache.copy_prompt(first_answer, index)
+                parts.append(parts[first_answer])
+                continue
             parts.append(prefill(self.model, self.cache, transport, index, ids, self._operation, progress=in_prompt))
             done += len(ids)
         logits, layer_sums = torch.cat([part[0] for part in parts]), torch.stack([part[1] for part in parts]).sum(0)
-        tokens = choose_tokens(logits, layer_sums, sampling, generation.seq_lens, self._step, transport)
+        chosen = choose_tokens(logits, layer_sums, sampling, generation.seq_lens, seen, self._step, transport)
         generation.prefill_us = (time.perf_counter() - started) * 1e6
-        return tokens
+        return chosen
 
     def prepare(self, sampling: SamplingConfig) -> None:
         """Compile and capture the decode step for this way of sampling; overwrites the start of the cache.
@@ -445,11 +473,11 @@ class Engine:
             self._raise_fault(record.fault)
             yield record
 
-    def _begin_steps(self, token_ids: list[int], seq_lens: list[int]) -> None:
+    def _begin_steps(self, token_ids: list[int], seq_lens: list[int], seen: Tensor | None = None) -> None:
         assert self.decode_step is not None
         self._attempts += 1
         self._step = 0
-        self.decode_step.begin(token_ids, seq_lens)
+        self.decode_step.begin(token_ids, seq_lens, seen)
 
     def _mark_step(self) -> None:
         self._step += 1
