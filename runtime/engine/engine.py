@@ -340,7 +340,7 @@ class Engine:
             needed, batch_size = self.check_prompts(prompts, sampling.max_new_tokens), len(prompts)
             if self.memory is None or self.cache.batch_size != batch_size or self.cache.max_context < needed:
                 self.load(batch_size, needed)
-        return self._own(Generation(self._requests(prompts, sampling), sampling.n))
+        return self._own(Generation(self._requests(prompts, sampling), num_answers=sampling.n))
 
     def _own(self, generation: Generation) -> int:
         """Give the cache to a new generation; returns its number."""
