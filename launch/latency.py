@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from alspec.config import HitRate, LatencyConfig, SamplingConfig, cache_name, check_softmax
+from alspec.config import ChoiceConfig, HitRate, LatencyConfig, SamplingConfig, cache_name, check_softmax
 from alspec.errors import AlspecError, UserError
 from alspec.kernels.common.limits import MAX_BATCH
 from alspec.launch.plots.plot_latency import draw
@@ -178,6 +178,7 @@ def _contexts(config: LatencyConfig, engine: Engine) -> list[int]:
     else:
         contexts = sorted(set(config.contexts))
     check_positions(contexts[-1], engine.model_config, steps)
+    engine.check_sampling(config.sampling)
     needed = cache_tokens(contexts[-1], config.steps)
     if config.max_context is not None and config.max_context < needed:
         raise UserError(
@@ -345,10 +346,11 @@ def _speculation_of(config: LatencyConfig, mode: str) -> dict[str, Any]:
 
 
 def _sampling_of(sampling: SamplingConfig) -> dict[str, Any]:
-    """Sampling settings; empty if greedy."""
-    if sampling.temperature == 0.0:
-        return {}
-    return {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
+    """Settings of how a token is chosen, those in use alone; empty if greedy without penalties and biases."""
+    how = ChoiceConfig(**{name: getattr(sampling, name) for name in ChoiceConfig.model_fields if name != "seed"})
+    cuts = {"temperature", "top_k", "top_p"} if how.temperature > 0.0 else set()
+    changed = how.model_dump(mode="json", exclude_defaults=True)
+    return {name: value for name, value in how.model_dump(mode="json").items() if name in cuts or name in changed}
 
 
 def _has_share(row: dict[str, Any]) -> bool:
@@ -367,7 +369,7 @@ def _title(row: dict[str, Any]) -> str:
     case = row["case"]
     where = f"{row['num_gpus']} x {row['gpu']}" if row["gpu"] else f"{case['world']} rank(s) on CPU"
     parts = [case["shape"], where, case["dtype"], f"batch {case['batch']}", case["transport"]]
-    parts += [f"{name} {case[name]}" for name in ("temperature", "top_k", "top_p") if name in case]
+    parts += [f"{name} {case[name]}" for name in ChoiceConfig.model_fields if name in case]
     return ", ".join([part for part in parts if part] + (["captured graph"] if case["cuda_graph"] else []))
 
 

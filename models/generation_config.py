@@ -35,11 +35,11 @@ def read_generation_config(folder: Path) -> dict[str, Any]:
 def notice_of_settings(folder: Path) -> str | None:
     """One line that names the settings that would change the tokens and are not applied; None if there are none.
 
-    Temperature, top-k, top-p and `do_sample` are not listed, because flags or options set them.
+    Temperature, top-k, top-p and `do_sample` are not listed: they do not change greedy tokens.
     """
     given = read_generation_config(folder)
     ignored = {name: given[name] for name, neutral in _NEUTRAL_VALUES.items() if given.get(name) not in (None, neutral)}
     if not ignored:
         return None
     listed = ", ".join(f"{name} {show(value, 20)}" for name, value in ignored.items())
-    return f"{GENERATION_CONFIG}: not applied: {listed}; tokens are chosen as if they were not set"
+    return f"{GENERATION_CONFIG}: not applied: {listed}; only flags and options say how tokens are chosen"

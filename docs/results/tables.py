@@ -421,6 +421,11 @@ def prompts(title: str, rows: list[dict[str, Any]]) -> str:
     return "\n\n".join([f"## {title}", text, provenance(*rows), table([*head, "GiB", "GiB planned"], cells)])
 
 
+# Settings of how a token is chosen, with the value that has no effect.
+CHOICES = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+CHOICES |= {"frequency_penalty": 0.0, "presence_penalty": 0.0, "logit_bias": {}}
+
+
 def sampled(rows: list[dict[str, Any]]) -> str:
     """Time that sampling adds to a step, by context."""
     if not rows:
@@ -428,18 +433,17 @@ def sampled(rows: list[dict[str, Any]]) -> str:
     ways: dict[tuple[Any, ...], dict[int, float]] = {}
     for row in rows:
         case = row["case"]
-        way = (case.get("temperature", 0.0), case.get("top_k", 0), case.get("top_p", 1.0))
+        way = tuple(f"{name} {case[name]}" for name, off in CHOICES.items() if case.get(name, off) != off)
         ways.setdefault(way, {})[case["context"]] = row["us"]["p50"]
-    greedy = ways.pop((0.0, 0, 1.0))
+    greedy = ways.pop(())
     contexts = sorted(greedy)
     lines = [["greedy", *(f"{greedy[context] / 1e3:.3f}" for context in contexts)]]
-    for (temperature, top_k, top_p), times in ways.items():
-        cuts = [f"top_k {top_k}"] * (top_k > 0) + [f"top_p {top_p}"] * (top_p < 1)
+    for way, times in ways.items():
         cells = [
             f"{times[context] / 1e3:.3f} (+{times[context] - greedy[context]:.0f} us)" if context in times else ""
             for context in contexts
         ]
-        lines.append([", ".join([f"temperature {temperature}", *cuts]), *cells])
+        lines.append([", ".join(way), *cells])
     return "\n\n".join(
         [
             "## Sampling in a step",

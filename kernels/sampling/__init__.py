@@ -1,1 +1,1 @@
-"""The next token: top-k / top-p sampling, greedy choice, the end of a step."""
+"""The next token: biases and penalties, min-p / top-k / top-p sampling, greedy choice, log probabilities."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, globaltimer
 
 from alspec.kernels.comm.exchange import LogitExchange
-from alspec.kernels.comm.ll_packets import BAD_NUMBERS, LATE_PACKET, fault_code, wait_packets
+from alspec.kernels.comm.ll_packets import BAD_NUMBERS, LATE_PACKET, fault_code, pack_packets, wait_packets
 from alspec.kernels.common.device import INTERPRETED
 from alspec.kernels.common.jit_launch import jit_launch, pdl_options, set_l1_carveout
 from alspec.kernels.common.pdl import wait_for_previous_kernel
@@ -129,11 +129,18 @@ def _finish_step_kernel(
     num_hits,
     num_candidates,
     capacity,
+    logits_ptr,  # [B, V] fp32, or None: no log probabilities
+    log_sums_ptr,  # [B] fp32
+    top_ptr,  # [B, TOP] int64
+    logprobs_ring_ptr,  # [RING_STEPS, B, 1 + TOP] int64, pinned host memory
     C: tl.constexpr,
     B: tl.constexpr,
     RING_STEPS: tl.constexpr,
     RING_HEADER: tl.constexpr,
     HITS: tl.constexpr,
+    V: tl.constexpr,
+    TOP: tl.constexpr,
+    TOP_PAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Write the next tokens, then the step's row of the ring, then its stamp. Grid [1]."""
@@ -157,6 +164,13 @@ def _finish_step_kernel(
         token = tl.where(token == 0x7FFFFFFF, 0, token)
         tl.store(token_ids_ptr + request, token)
         tl.store(row + RING_HEADER + request, token)
+        if logits_ptr is not None:
+            logprob = tl.load(logits_ptr + request * V + token) - tl.load(log_sums_ptr + request)
+            logprobs_row = logprobs_ring_ptr + (ring_row * B + request) * (1 + TOP)
+            tl.store(logprobs_row, pack_packets(logprob, token))
+            place = tl.arange(0, TOP_PAD)
+            top = tl.load(top_ptr + request * TOP + place, mask=place < TOP)
+            tl.store(logprobs_row + 1 + place, top, mask=place < TOP)
         seq_len = tl.load(seq_lens_ptr + request)
         tl.store(seq_lens_ptr + request, tl.minimum(seq_len + 1, capacity))
     if hits_ptr is not None:
@@ -189,11 +203,12 @@ def finish_step(
     stamps: Tensor,
     hits: Tensor | None = None,
     hits_ring: Tensor | None = None,
+    logprobs: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
 ) -> None:
     """Launch the last kernel of a step: it writes each request's next token for the next step and for the host.
 
     Args:
-        best, best_token: from `collect_logits`.
+        best, best_token: from `collect_logits`, or of adjusted logits.
         sampled: [B] int64, tokens from the sampler; None: take the most likely token, the lowest id among equals.
         token_ids: [B] int64, written.
         seq_lens: [B] int32, increased by 1, up to `capacity`.
@@ -201,14 +216,20 @@ def finish_step(
         stamps: [RING_STEPS] int32, in pinned host memory; a row of the ring is complete once its stamp is the epoch.
         hits: [L, B] int32, the verdicts of a pair, copied to hits_ring.
         hits_ring: [RING_STEPS, L, B] int32, in pinned host memory.
+        logprobs: logits [B, V] fp32 as `collect_logits` wrote them, [B] fp32 and [B, N] int64 from `collect_logprobs`,
+            and [RING_STEPS, B, 1 + N] int64 in pinned host memory, which gets the chosen token and the N most likely
+            ones: id << 32 | log probability.
     Capture: graph-safe; allocates nothing.
     """
     batch_size, candidates = best.shape
     num_hits = 1 if hits is None else hits.numel()
+    logits, log_sums, top, logprobs_ring = logprobs or (None,) * 4
+    vocab_size, num_top = (0, 0) if logprobs is None else (logprobs[0].shape[1], logprobs[2].shape[1])
     compiled = jit_launch(_finish_step_kernel, (1,))(
         best, best_token, sampled, token_ids, seq_lens, exchange.epoch, exchange.fault, ring, stamps, hits,
-        hits_ring, num_hits, candidates, capacity, C=triton.next_power_of_2(candidates), B=batch_size,
-        RING_STEPS=RING_STEPS, RING_HEADER=RING_HEADER, HITS=triton.next_power_of_2(num_hits), num_warps=1,
-        **pdl_options(best.device),
+        hits_ring, num_hits, candidates, capacity, logits, log_sums, top, logprobs_ring,
+        C=triton.next_power_of_2(candidates), B=batch_size, RING_STEPS=RING_STEPS, RING_HEADER=RING_HEADER,
+        HITS=triton.next_power_of_2(num_hits), V=vocab_size, TOP=num_top, TOP_PAD=triton.next_power_of_2(num_top),
+        num_warps=1, **pdl_options(best.device),
     )  # fmt: skip
     set_l1_carveout(compiled)

@@ -1,11 +1,11 @@
-"""Top-k / top-p sampling inside a captured step. It chooses the same token as a full sort would, without sorting.
+"""Min-p, top-k and top-p sampling inside a captured step: the same token as with a full sort, without sorting.
 
 Tokens are ordered by logit, largest first, and among equals by id, lowest first. Three *cuts* are positions in this
 order: the end of the first `top_k` tokens, the end of a share `top_p` of their probability, and the token that the
 random number draws. A radix select finds each cut, digit by digit of the logit's 32-bit sort key. One launch makes a
 histogram of the next digit, over the tokens whose earlier digits equal those of the cut. In the next launch every
 program finds the cut's digit in this histogram by itself. All cuts share the histogram of the first digit, because it
-counts all tokens.
+counts all tokens. `min_p` needs no cut: tokens less likely than its share of the most likely one have probability 0.
 
 Probabilities are summed as integers, 2^45 for the most likely token of 128K. Integer sums do not depend on the order of
 additions, so all ranks choose the same token. Oracle: `alspec.runtime.decode.eager_sampling.sample`.
@@ -23,10 +23,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from alspec.config import ChoiceConfig
 from alspec.kernels.common.jit_launch import jit_launch, pdl_options, set_l1_carveout
 from alspec.kernels.sampling.next_token import BLOCK, num_candidates
 
-__all__ = ["Sampler", "sample_tokens"]
+__all__ = ["Sampler", "logit_from_key", "sample_tokens", "sort_key"]
 
 # Values of each digit of a sort key: digits of 11, 11 and 10 bits.
 FIRST_DIGITS = tl.constexpr(2048)
@@ -46,11 +47,12 @@ STATE = tl.constexpr(4)  # digits found so far, count and weight of the tokens b
 class Sampler:
     """Sampling settings on the device, and the buffers of the kernels.
 
-    One captured step serves all settings with the same cuts: with or without top_k, with or without top_p.
+    One captured step serves all settings of the same kinds: with or without top_k, top_p and min_p.
     """
 
     cuts: tuple[int, ...]  # TOP_K and TOP_P if they are used; then DRAW
-    shares: Tensor  # [2] fp64: temperature, top_p
+    has_min_p: bool
+    shares: Tensor  # [3] fp64: temperature, top_p, min_p
     numbers: Tensor  # [2] int64: top_k, seed
     # Histograms (tables): one of FIRST_DIGITS; then for each cut one of DIGITS for the second digit, one for the third.
     counts: Tensor  # [B, all tables] int32: tokens by digit; all 0 between steps but the last table
@@ -59,21 +61,25 @@ class Sampler:
     tokens: Tensor  # [B] int64: the chosen tokens
 
     @staticmethod
-    def cuts_of(temperature: float, top_k: int, top_p: float, vocab_size: int) -> tuple[int, ...]:
-        """The cuts for these settings, in order; none at temperature 0, which takes the most likely token."""
-        if temperature == 0.0:
-            return ()
-        cuts = [(TOP_K, 0 < top_k < vocab_size), (TOP_P, top_p < 1.0), (DRAW, True)]
-        return tuple(int(cut.value) for cut, is_used in cuts if is_used)
+    def kinds_of(choice: ChoiceConfig, vocab_size: int) -> tuple[tuple[int, ...], bool]:
+        """The cuts for these settings, in order, and whether min_p is used; none at temperature 0, which is greedy."""
+        if choice.temperature == 0.0:
+            return (), False
+        cuts = [(TOP_K, 0 < choice.top_k < vocab_size), (TOP_P, choice.top_p < 1.0), (DRAW, True)]
+        return tuple(int(cut.value) for cut, is_used in cuts if is_used), choice.min_p > 0.0
 
     @classmethod
-    def allocate(cls, cuts: tuple[int, ...], batch_size: int, device: torch.device) -> Sampler:
-        """Allocate for the cuts of some settings. Call `set` before the first use."""
+    def allocate(cls, kinds: tuple[tuple[int, ...], bool], batch_size: int, device: torch.device) -> Sampler | None:
+        """Allocate for the kinds of some settings; None without cuts. Call `set` before the first use."""
+        cuts, has_min_p = kinds
+        if not cuts:
+            return None
         num_tables = 1 + 2 * len(cuts)
         shape = (batch_size, int(FIRST_DIGITS.value) + (num_tables - 1) * int(DIGITS.value))
         return cls(
             cuts=cuts,
-            shares=torch.ones(2, dtype=torch.float64, device=device),
+            has_min_p=has_min_p,
+            shares=torch.ones(3, dtype=torch.float64, device=device),
             numbers=torch.zeros(2, dtype=torch.int64, device=device),
             counts=torch.zeros(shape, dtype=torch.int32, device=device),
             weights=torch.zeros(shape, dtype=torch.int64, device=device),
@@ -81,14 +87,14 @@ class Sampler:
             tokens=torch.zeros(batch_size, dtype=torch.int64, device=device),
         )
 
-    def set(self, temperature: float, top_k: int, top_p: float, seed: int) -> None:
-        """Use these settings from the next step on. They must have the same cuts as before. seed: 63 bits."""
-        self.shares.copy_(torch.tensor([temperature, top_p], dtype=torch.float64))
-        self.numbers.copy_(torch.tensor([top_k, seed], dtype=torch.int64))
+    def set(self, choice: ChoiceConfig) -> None:
+        """Use these settings from the next step on. They are of the same kinds as before. seed: 63 bits."""
+        self.shares.copy_(torch.tensor([choice.temperature, choice.top_p, choice.min_p], dtype=torch.float64))
+        self.numbers.copy_(torch.tensor([choice.top_k, choice.seed], dtype=torch.int64))
 
 
 @triton.jit
-def _sort_key(x):
+def sort_key(x):
     """32 bits, as int64, that order logits: the largest first."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)  # -0.0 is 0.0
     bits = bits.to(tl.int64)
@@ -96,15 +102,17 @@ def _sort_key(x):
 
 
 @triton.jit
-def _logit_from_key(key):
-    """The inverse of `_sort_key`."""
+def logit_from_key(key):
+    """The inverse of `sort_key`."""
     return tl.where(key > 0x7FFFFFFF, key - 0x100000000, 0x7FFFFFFF - key).to(tl.int32).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _weight_of(x, max_logit, temperature, SCALE: tl.constexpr):
-    """exp((x - max_logit) / temperature) as an integer in units of 1 / SCALE; 0 if it is NaN."""
+def _weight_of(x, max_logit, temperature, min_p, SCALE: tl.constexpr):
+    """exp((x - max_logit) / temperature) as an integer in units of 1 / SCALE; 0 if it is NaN, or below `min_p`."""
     share = tl.exp((x.to(tl.float64) - max_logit.to(tl.float64)) / temperature)
+    if min_p is not None:
+        share = tl.where(share >= min_p, share, 0.0)
     return (tl.where((share >= 0.0) & (share <= 1.0), share, 0.0) * SCALE + 0.5).to(tl.int64)
 
 
@@ -156,6 +164,7 @@ def _add_to_histogram(
     mask,
     max_logit,
     temperature,
+    min_p,  # or None
     counts_ptr,
     weights_ptr,
     SHIFT: tl.constexpr,
@@ -166,7 +175,7 @@ def _add_to_histogram(
     digit = key >> SHIFT
     if SHIFT < FIRST_SHIFT:
         digit %= DIGITS if SHIFT > 0 else THIRD_DIGITS
-    weight = _weight_of(x, max_logit, temperature, SCALE)
+    weight = _weight_of(x, max_logit, temperature, min_p, SCALE)
     tl.atomic_add(weights_ptr + digit, weight, mask=mask & (weight > 0), sem="relaxed")
     if BY_COUNT:
         tl.atomic_add(counts_ptr + digit, tl.full(digit.shape, 1, tl.int32), mask=mask, sem="relaxed")
@@ -180,7 +189,7 @@ def _load_block(logits_ptr, best_ptr, request, vocab_size, C: tl.constexpr, C_PA
     x = tl.load(logits_ptr + request.to(tl.int64) * vocab_size + tokens, mask=mask, other=float("-inf"))
     blocks = tl.arange(0, C_PAD)
     best = tl.load(best_ptr + request * C + blocks, mask=blocks < C, other=float("-inf"))
-    return x, _sort_key(x), mask, tl.max(best, 0)
+    return x, sort_key(x), mask, tl.max(best, 0)
 
 
 @triton.jit
@@ -196,10 +205,11 @@ def _clear(counts_ptr, weights_ptr, size, BLOCK: tl.constexpr):
 def _first_digit_kernel(
     logits_ptr,  # [B, V] fp32
     best_ptr,  # [B, C] fp32
-    shares_ptr,  # [2] fp64
+    shares_ptr,  # [3] fp64
     counts_ptr,  # [B, tables] int32
     weights_ptr,  # [B, tables] int64
     vocab_size,
+    MIN_P: tl.constexpr,
     TABLES: tl.constexpr,
     SCALE: tl.constexpr,
     BY_COUNT: tl.constexpr,
@@ -217,14 +227,17 @@ def _first_digit_kernel(
     x, key, mask, max_logit = _load_block(logits_ptr, best_ptr, request, vocab_size, C, C_PAD, BLOCK)
     table, last = _table(request, 0, TABLES), _table(request, TABLES - 1, TABLES)
     _clear(counts_ptr + last, weights_ptr + last, DIGITS, BLOCK)
+    min_p = tl.load(shares_ptr + 2) if MIN_P else None
     _add_to_histogram(
-        x, key, mask, max_logit, tl.load(shares_ptr), counts_ptr + table, weights_ptr + table, FIRST_SHIFT, SCALE,
-        BY_COUNT,
+        x, key, mask, max_logit, tl.load(shares_ptr), min_p, counts_ptr + table, weights_ptr + table, FIRST_SHIFT,
+        SCALE, BY_COUNT,
     )  # fmt: skip
 
 
 @triton.jit
-def _kept_weight(counts_ptr, weights_ptr, state_ptr, max_logit, temperature, CUT: tl.constexpr, SCALE: tl.constexpr):
+def _kept_weight(
+    counts_ptr, weights_ptr, state_ptr, max_logit, temperature, min_p, CUT: tl.constexpr, SCALE: tl.constexpr
+):  # fmt: skip
     """Return the weight of the tokens that a cut keeps: all with a larger logit, and some with the logit of the cut.
 
     counts_ptr, weights_ptr: tables of the cut's third digit.  state_ptr: of the launch that made them.
@@ -232,7 +245,7 @@ def _kept_weight(counts_ptr, weights_ptr, state_ptr, max_logit, temperature, CUT
     digits, count, weight = tl.load(state_ptr), tl.load(state_ptr + 1), tl.load(state_ptr + 2)
     target = tl.load(state_ptr + 3)
     digit, count, weight = _find_digit(counts_ptr, weights_ptr, target, count, weight, CUT == TOP_K, THIRD_DIGITS)
-    token_weight = _weight_of(_logit_from_key(digits * THIRD_DIGITS + digit), max_logit, temperature, SCALE)
+    token_weight = _weight_of(logit_from_key(digits * THIRD_DIGITS + digit), max_logit, temperature, min_p, SCALE)
     num_taken = target - count if CUT == TOP_K else (target - weight + token_weight - 1) // tl.maximum(token_weight, 1)
     return weight + num_taken * token_weight
 
@@ -249,7 +262,7 @@ def _store_state(state_ptr, digits, count, weight, target):
 
 @triton.jit
 def _cut_target(
-    request, max_logit, temperature, seq_lens_ptr, shares_ptr, numbers_ptr, counts_ptr, weights_ptr, state_ptr,
+    request, max_logit, temperature, min_p, seq_lens_ptr, shares_ptr, numbers_ptr, counts_ptr, weights_ptr, state_ptr,
     TABLE: tl.constexpr, CUT: tl.constexpr, CUT_BEFORE: tl.constexpr, TABLES: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
     """Return the target of a cut: a number of tokens, or a share of the weight that the previous cut keeps.
@@ -266,7 +279,7 @@ def _cut_target(
             table = _table(request, TABLE - 1, TABLES)
             state = state_ptr + (request * TABLES + TABLE - 1) * STATE
             kept_weight = _kept_weight(
-                counts_ptr + table, weights_ptr + table, state, max_logit, temperature, CUT_BEFORE, SCALE
+                counts_ptr + table, weights_ptr + table, state, max_logit, temperature, min_p, CUT_BEFORE, SCALE
             )  # fmt: skip
         if CUT == TOP_P:
             top_p = tl.load(shares_ptr + 1)
@@ -285,7 +298,7 @@ def _next_digit_kernel(
     logits_ptr,  # [B, V] fp32
     best_ptr,  # [B, C] fp32
     seq_lens_ptr,  # [B] int32
-    shares_ptr,  # [2] fp64
+    shares_ptr,  # [3] fp64
     numbers_ptr,  # [2] int64
     counts_ptr,  # [B, tables] int32
     weights_ptr,  # [B, tables] int64
@@ -294,6 +307,7 @@ def _next_digit_kernel(
     TABLE: tl.constexpr,  # the table that this launch fills: of the cut's second digit if odd, of its third if even
     CUT: tl.constexpr,
     CUT_BEFORE: tl.constexpr,  # the previous cut, or None
+    MIN_P: tl.constexpr,
     TABLES: tl.constexpr,
     SCALE: tl.constexpr,
     C: tl.constexpr,
@@ -308,13 +322,14 @@ def _next_digit_kernel(
         gdc_wait()
         gdc_launch_dependents()
     temperature = tl.load(shares_ptr)
+    min_p = tl.load(shares_ptr + 2) if MIN_P else None
     IS_SECOND_DIGIT: tl.constexpr = TABLE % 2 == 1
     BY_COUNT: tl.constexpr = CUT == TOP_K
     state = state_ptr + (request * TABLES + TABLE) * STATE
     if IS_SECOND_DIGIT:
         target = _cut_target(
-            request, max_logit, temperature, seq_lens_ptr, shares_ptr, numbers_ptr, counts_ptr, weights_ptr, state_ptr,
-            TABLE, CUT, CUT_BEFORE, TABLES, SCALE,
+            request, max_logit, temperature, min_p, seq_lens_ptr, shares_ptr, numbers_ptr, counts_ptr, weights_ptr,
+            state_ptr, TABLE, CUT, CUT_BEFORE, TABLES, SCALE,
         )  # fmt: skip
         prev = _table(request, 0, TABLES)
         digits, count, weight = _find_digit(counts_ptr + prev, weights_ptr + prev, target, 0, 0, BY_COUNT, FIRST_DIGITS)
@@ -330,7 +345,7 @@ def _next_digit_kernel(
     selected = mask & (key >> (FIRST_SHIFT if IS_SECOND_DIGIT else SECOND_SHIFT) == digits)
     table = _table(request, TABLE, TABLES)
     _add_to_histogram(
-        x, key, selected, max_logit, temperature, counts_ptr + table, weights_ptr + table,
+        x, key, selected, max_logit, temperature, min_p, counts_ptr + table, weights_ptr + table,
         SECOND_SHIFT if IS_SECOND_DIGIT else 0, SCALE, BY_COUNT,
     )  # fmt: skip
 
@@ -345,6 +360,7 @@ def _token_kernel(
     state_ptr,
     tokens_ptr,  # [B] int64
     vocab_size,
+    MIN_P: tl.constexpr,
     TABLES: tl.constexpr,
     SCALE: tl.constexpr,
     C: tl.constexpr,
@@ -364,7 +380,8 @@ def _token_kernel(
     digits, weight, target = tl.load(state), tl.load(state + 2), tl.load(state + 3)
     digit, _, weight = _find_digit(counts_ptr + last, weights_ptr + last, target, 0, weight, False, THIRD_DIGITS)
     drawn_key = digits * THIRD_DIGITS + digit
-    token_weight = tl.maximum(_weight_of(_logit_from_key(drawn_key), max_logit, tl.load(shares_ptr), SCALE), 1)
+    min_p = tl.load(shares_ptr + 2) if MIN_P else None
+    token_weight = tl.maximum(_weight_of(logit_from_key(drawn_key), max_logit, tl.load(shares_ptr), min_p, SCALE), 1)
     is_drawn = mask & (key == drawn_key)
     num_found = tl.sum(is_drawn.to(tl.int64), 0)
     if num_found > 0:
@@ -373,7 +390,7 @@ def _token_kernel(
         if tl.load(weights_ptr + last + digit) > token_weight:
             for other in range(block):
                 ptrs = logits_ptr + request.to(tl.int64) * vocab_size + other * BLOCK + tl.arange(0, BLOCK)
-                index -= tl.sum((_sort_key(tl.load(ptrs)) == drawn_key).to(tl.int64), 0)
+                index -= tl.sum((sort_key(tl.load(ptrs)) == drawn_key).to(tl.int64), 0)
         nth = tl.cumsum(is_drawn.to(tl.int64), 0) - 1
         token = block * BLOCK + tl.arange(0, BLOCK)
         tl.store(tokens_ptr + request + tl.zeros_like(token), token.to(tl.int64), mask=is_drawn & (nth == index))
@@ -398,6 +415,7 @@ def sample_tokens(sampler: Sampler, logits: Tensor, best: Tensor, seq_lens: Tens
     blocks = num_candidates(vocab_size)
     tables = sampler.state.shape[1]
     options = {
+        "MIN_P": sampler.has_min_p,
         "TABLES": tables,
         "SCALE": 2.0 ** (62 - (vocab_size - 1).bit_length()),
         "C": blocks,

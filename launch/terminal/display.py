@@ -54,16 +54,17 @@ class StatusLine:
 
 
 class Printer:
-    """Streams the text of one request. A batch becomes one JSON line for each request, in order, as they finish.
+    """Streams the text of one request. A batch becomes one JSON line for each answer, in order, as they finish.
 
     Args:
-        extras: of each request: what its line holds beside the answer.
+        extras: of each prompt: what its lines hold beside the answer.
+        num_answers: to each prompt.
     """
 
-    def __init__(self, extras: list[dict[str, Any]], is_batch: bool, color: bool) -> None:
-        self._extras = extras
-        self._texts = [""] * len(extras)
-        self._finish_reasons: list[str | None] = [None] * len(extras)
+    def __init__(self, extras: list[dict[str, Any]], is_batch: bool, color: bool, num_answers: int = 1) -> None:
+        self._extras, self._num_answers = extras, num_answers
+        self._texts = [""] * (len(extras) * num_answers)
+        self._finish_reasons: list[str | None] = [None] * len(self._texts)
         self._is_batch = is_batch
         self._color = color
         self._next = 0  # request whose line is printed next
@@ -100,12 +101,12 @@ class Printer:
 
     def _print_finished(self) -> None:
         while self._next < len(self._texts) and self._finish_reasons[self._next] is not None:
-            line = {
-                "request": self._next,
-                "text": self._texts[self._next],
-                "finish_reason": self._finish_reasons[self._next],
-            }
-            line |= self._extras[self._next]
+            prompt, answer = divmod(self._next, self._num_answers)
+            line: dict[str, Any] = {"request": prompt}
+            if self._num_answers > 1:
+                line["answer"] = answer
+            line |= {"text": self._texts[self._next], "finish_reason": self._finish_reasons[self._next]}
+            line |= self._extras[prompt]
             print(json.dumps(line, ensure_ascii=False))
             self._next += 1
 

@@ -113,7 +113,7 @@ def _flag(path: tuple[str, ...], field: FieldInfo) -> str:
 
 def _add_flags(parser: argparse.ArgumentParser, schema: type[BaseModel]) -> None:
     for path, field in _leaves(schema):
-        is_nothing = field.default is None or field.default is False or field.default == ()
+        is_nothing = field.default is None or field.default is False or field.default in ((), {})
         default = "" if is_nothing else f" (default: {_written(field.default)})"
         text = f"{field.description}{default}".replace("%", "%%")
         options: dict[str, Any] = {"dest": ".".join(path), "default": argparse.SUPPRESS, "help": text}
@@ -272,11 +272,13 @@ def notify(notices: Iterable[str]) -> None:
 
 
 def cuts_without_effect(config: ChoiceConfig) -> list[str]:
-    """Return notices: `--top-k` and `--top-p` have no effect if sampling is greedy."""
-    given = [flag for flag, is_given in (("--top-k", config.top_k > 0), ("--top-p", config.top_p < 1.0)) if is_given]
+    """Return notices: `--top-k`, `--top-p` and `--min-p` have no effect if sampling is greedy."""
+    cuts = (("--top-k", config.top_k > 0), ("--top-p", config.top_p < 1.0), ("--min-p", config.min_p > 0.0))
+    given = [flag for flag, is_given in cuts if is_given]
     if not given or config.temperature > 0.0:
         return []
-    return [f"{' and '.join(given)} without effect: temperature 0 takes the most likely token"]
+    listed = " and ".join(filter(None, [", ".join(given[:-1]), given[-1]]))
+    return [f"{listed} without effect: temperature 0 takes the most likely token"]
 
 
 def speculation_without_effect(config: EngineConfig, advice: str) -> list[str]:

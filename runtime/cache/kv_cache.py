@@ -116,6 +116,11 @@ class KVCache:
         self.v[layer, request, :, start:stop] = v.transpose(0, 1).to(self.v.dtype)
         return self.k[layer, request, :, :stop], self.v[layer, request, :, :stop]
 
+    def copy_prompt(self, source: int, target: int) -> None:
+        """Copy everything that the cache holds for one request to another, whose prompt is the same."""
+        for buffer in (self.k, self.v):
+            buffer[:, target] = buffer[:, source]
+
     def prefill_attention(
         self, layer: int, request: int, start: int, q: Tensor, k: Tensor, v: Tensor, sm_scale: float, stop: int
     ) -> Tensor:

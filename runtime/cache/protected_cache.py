@@ -75,6 +75,11 @@ class ProtectedCache:
         cache, index = self._at(layer)
         return cache.write_prefill(index, request, start, k, v)
 
+    def copy_prompt(self, source: int, target: int) -> None:
+        """As `KVCache.copy_prompt`."""
+        for cache in (self._protected, self._quantised):
+            cache.copy_prompt(source, target)
+
     def prefill_attention(
         self, layer: int, request: int, start: int, q: Tensor, k: Tensor, v: Tensor, sm_scale: float, stop: int
     ) -> Tensor:

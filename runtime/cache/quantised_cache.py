@@ -167,6 +167,13 @@ class QuantisedCache:
         store(k, v, cache_layer, request, start, *q8[:, :, start:].unbind(0), *scales[:, :, first_block:].unbind(0))
         return q8[0], q8[1], scales[0], scales[1]
 
+    def copy_prompt(self, source: int, target: int) -> None:
+        """Copy everything that the cache holds for one request to another, whose prompt is the same."""
+        words = self._all.words.view(self.num_layers, self.batch_size, self._request_words)
+        for buffer in (words, self._all.bits, self._all.scales, self._all.tail, self._all.tail_scale):
+            buffer[:, target] = buffer[:, source]
+        self._all.offset[:, target] = self._all.offset[:, source] + (target - source) * self._request_words
+
     def prefill_attention(
         self, layer: int, request: int, start: int, q: Tensor, k: Tensor, v: Tensor, sm_scale: float, stop: int
     ) -> Tensor:

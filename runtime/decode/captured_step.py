@@ -17,7 +17,7 @@ from alspec.errors import RankFailureError
 from alspec.interrupts import interrupts_wait
 from alspec.kernels.common.jit_launch import compiling
 from alspec.kernels.sampling.next_token import RING_HEADER, RING_STEPS, finish_step
-from alspec.kernels.sampling.sampler import Sampler, sample_tokens
+from alspec.runtime.decode.captured_choice import CapturedChoice, ChoiceKinds
 from alspec.runtime.decode.decode_step import StepRecord
 from alspec.runtime.decode.decoder import STEP_TIMEOUT_NS, Decoder, SpeculationState
 from alspec.runtime.decode.hooks import OperationHook, no_hook
@@ -54,8 +54,8 @@ class CapturedStep:
         self._operation = operation
         self._graph: torch.cuda.CUDAGraph | None = None
         self._prepared = False
-        self._sampler: Sampler | None = None  # None: greedy
         self._batch_size, self._device = decoder.buffers.token_ids.shape[0], decoder.buffers.token_ids.device
+        self._choice = self._new_choice(SamplingConfig())
         self._is_cuda = self._device.type == "cuda"
         self._ring = self._pinned(RING_STEPS, RING_HEADER + self._batch_size, dtype=torch.int64)
         self._stamps = self._pinned(RING_STEPS)
@@ -77,17 +77,19 @@ class CapturedStep:
         self._prepared = False
 
     def prepare(self, sampling: SamplingConfig, kept: Sequence[int] | None = None) -> int:
-        """Capture the step, unless the captured one has the same cuts (top_k, top_p). See `DecodeStep.prepare`."""
-        how = (sampling.temperature, sampling.top_k, sampling.top_p)
-        cuts = Sampler.cuts_of(*how, self._decoder.config.vocab_size)
-        is_captured = self._prepared and cuts == (self._sampler.cuts if self._sampler else ())
+        """Capture the step, unless the captured one serves settings of these kinds. See `DecodeStep.prepare`."""
+        kinds = ChoiceKinds.of(sampling, self._decoder.config.vocab_size)
+        is_captured = self._prepared and kinds == self._choice.kinds
         if not is_captured:
             self._prepared = False  # until all of it has succeeded
             self.release()
-            self._sampler = Sampler.allocate(cuts, self._batch_size, self._device) if cuts else None
-        if self._sampler is not None:
-            self._sampler.set(*how, sampling.seed)
+            self._choice = self._new_choice(sampling)
+        self._choice.set(sampling)
         return 0 if is_captured else self._capture(kept or [0] * self._batch_size)
+
+    def _new_choice(self, sampling: SamplingConfig) -> CapturedChoice:
+        vocab_size = self._decoder.config.vocab_size
+        return CapturedChoice(ChoiceKinds.of(sampling, vocab_size), self._batch_size, vocab_size, self._device)
 
     def _capture(self, kept: Sequence[int]) -> int:
         """Compile the step's kernels, run two steps, then capture one if graphs are used; returns the fault word."""
@@ -113,9 +115,10 @@ class CapturedStep:
         self._prepared = True
         return 0
 
-    def begin(self, token_ids: list[int], seq_lens: list[int]) -> None:
+    def begin(self, token_ids: list[int], seq_lens: list[int], seen: Tensor | None = None) -> None:
         """Set tokens and lengths, and drop steps in flight. See `DecodeStep.begin`."""
         self._decoder.begin(token_ids, seq_lens)
+        self._choice.begin(seen)
         # Drop the steps of the previous generation that were launched ahead and not read.
         self._begun = self._taken = self._launched = int(self._decoder.exchange.epoch) - 1
         self._begun_s, self._last_clock_ns = time.perf_counter(), 0
@@ -156,18 +159,19 @@ class CapturedStep:
                     self._launch_kernels(self._operation)
                     self._launched += 1
             except BaseException:
-                self._prepared = False  # an incomplete step leaves counts in the sampler
+                self._prepared = False  # an incomplete step leaves counts in the sampler's tables
                 raise
         self._taken += 1
         index = self._taken % RING_STEPS
         self._wait_for_stamp(index)
         clock_ns, fault, *token_ids = self._ring_view[index].tolist()
         hits = None if self._hits_ring is None else self._hits_ring[index].bool()
+        logprobs = self._choice.read_logprobs(index)
         # The first step has no predecessor on the device's clock: it is timed by the host.
         first_us = (time.perf_counter() - self._begun_s) * 1e6
         step_us = (clock_ns - self._last_clock_ns) / 1e3 if self._last_clock_ns else first_us
         self._last_clock_ns = clock_ns
-        return StepRecord(token_ids, hits, step_us, fault)
+        return StepRecord(token_ids, hits, step_us, fault, logprobs)
 
     def _set_live(self, live: list[bool]) -> None:
         if live != self._live:
@@ -209,11 +213,9 @@ class CapturedStep:
         decoder.run_layers(operation)
         with operation("lm_head", decoder.config.num_layers):
             decoder.logits()
-            sampled = None
-            if self._sampler is not None:
-                sampled = sample_tokens(self._sampler, buffers.logits, buffers.best, buffers.seq_lens)
+            sampled = self._choice.launch(buffers)
             finish_step(
                 buffers.best, buffers.best_token, sampled, buffers.token_ids, buffers.seq_lens, self._capacity,
                 decoder.logit_exchange, self._ring, self._stamps, None if speculation is None else speculation.hits,
-                self._hits_ring,
+                self._hits_ring, self._choice.logprobs_of(buffers),
             )  # fmt: skip

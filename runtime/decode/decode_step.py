@@ -15,6 +15,7 @@ from typing import Protocol
 from torch import Tensor
 
 from alspec.config import SamplingConfig
+from alspec.kernels.sampling.logprobs import Logprobs
 
 __all__ = ["DecodeStep", "StepRecord"]
 
@@ -27,6 +28,7 @@ class StepRecord:
     hits: Tensor | None  # [L, B] bool: each request's verdict in each layer; None without speculation
     step_us: float  # from the end of the previous step to the end of this one; for the first step, from `begin`
     fault: int  # 0, or a fault word (kernels/comm/ll_packets.py)
+    logprobs: Logprobs | None = None  # of the chosen tokens and the most likely ones, if `prepare` asked for them
 
 
 class DecodeStep(Protocol):
@@ -65,8 +67,12 @@ class DecodeStep(Protocol):
             The fault word of the trial steps: 0, or see kernels/comm/ll_packets.py.
         """
 
-    def begin(self, token_ids: list[int], seq_lens: list[int]) -> None:
-        """Set each request's newest token, and its length with this token."""
+    def begin(self, token_ids: list[int], seq_lens: list[int], seen: Tensor | None = None) -> None:
+        """Set each request's newest token, and its length with this token.
+
+        Args:
+            seen: [B, V] int32, the tokens of the prompts, for penalties; see `tokens_seen`. The step may change it.
+        """
 
     def step(self, remaining: int, live: list[bool] | None = None) -> StepRecord:
         """Decode one token for each request.

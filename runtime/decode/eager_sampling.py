@@ -1,4 +1,4 @@
-"""Choose the next token from the logits in plain torch: greedy, or top-k / top-p with counter-based random numbers.
+"""Choose the next token from the logits in plain torch: greedy, or at random with counter-based random numbers.
 
 Every rank computes the same token from the same logits: the random number of a token depends on (seed, request,
 position) alone, not on a generator's state, device or number of ranks.
@@ -6,13 +6,18 @@ position) alone, not on a generator's state, device or number of ranks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-__all__ = ["DRAWN_AT_ONCE", "DRAW_BYTES", "philox", "philox_uniform", "sample"]
+from alspec.config import ChoiceConfig
+from alspec.kernels.sampling.adjustment import adjusted_ref
+
+__all__ = ["DRAWN_AT_ONCE", "DRAW_BYTES", "philox", "philox_uniform", "probabilities", "sample"]
 
 DRAWN_AT_ONCE = 8  # requests: bounds the memory of a large batch
-DRAW_BYTES = 64  # for each of their logits at most: the sort in `_draw` and what follows it
+DRAW_BYTES = 64  # for each of their logits at most: the sort in `_ordered` and what follows it
 
 _MASK = 0xFFFFFFFF
 
@@ -56,37 +61,73 @@ def _multiply(factor: int, counter: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def sample(
-    logits: Tensor, temperature: float, top_k: int, top_p: float, seed: int, request: Tensor, position: Tensor
+    logits: Tensor, choice: ChoiceConfig, request: Tensor, position: Tensor, seen: Tensor | None = None
 ) -> Tensor:
-    """Choose one token for each request.
+    """Choose one token for each request: invert its distribution at `philox_uniform(seed, request, position)`.
 
-    `temperature` 0 takes the most likely token. Otherwise the distribution softmax(logits / temperature) is cut to the
-    `top_k` most likely tokens (0: all), then to the fewest most likely ones whose probability reaches `top_p`, and
-    inverted at `philox_uniform(seed, request, position)`.
+    The distribution is that of `probabilities`. `temperature` 0 takes its one token.
 
     Args:
         logits: [B, V] fp32.  request, position: [B] int64, the counters of the random number.
+        seen: [B, V] int32, the tokens of prompts and answers (`tokens_seen`); needed for penalties.
     Returns:
         [B] int64.
     """
-    if temperature == 0.0:
-        return logits.argmax(dim=-1)
-    uniform = philox_uniform(seed, request, position)
-    parts = zip(logits.split(DRAWN_AT_ONCE), uniform.split(DRAWN_AT_ONCE), strict=True)
-    return torch.cat([_draw(of, temperature, top_k, top_p, where) for of, where in parts])
+    if choice.temperature == 0.0:
+        return _in_parts(lambda rows: adjusted_ref(logits[rows], choice, _rows(seen, rows)).argmax(dim=-1), len(logits))
+    uniform = philox_uniform(choice.seed, request, position)
+
+    def draw(rows: slice) -> Tensor:
+        probs, tokens = _ordered(logits[rows], choice, _rows(seen, rows))
+        total = probs.cumsum(dim=-1)
+        target = uniform[rows, None] * total[:, -1:]
+        chosen = (total <= target).sum(dim=-1, keepdim=True).clamp(max=probs.shape[1] - 1)
+        return tokens.gather(1, chosen)[:, 0]
+
+    return _in_parts(draw, len(logits))
 
 
-def _draw(logits: Tensor, temperature: float, top_k: int, top_p: float, uniform: Tensor) -> Tensor:
-    """Choose tokens as `sample` does for temperature > 0. The random numbers, [B] fp64, are in [0, 1)."""
-    ordered, tokens = torch.sort(logits.double(), dim=-1, descending=True, stable=True)
-    if top_k:
-        ordered = ordered[:, :top_k]
+def probabilities(logits: Tensor, choice: ChoiceConfig, seen: Tensor | None = None) -> Tensor:
+    """The distribution of the next token after all settings: this function defines it.
+
+    In this order, which is that of vLLM: biases and penalties (see kernels/sampling/adjustment.py); softmax at the
+    temperature; only tokens with at least `min_p` of the largest probability; only the `top_k` most likely ones (0:
+    all); of these the fewest most likely ones whose share of their probability reaches `top_p`. Among equal logits the
+    lower id counts as more likely. Temperature 0 gives the most likely token probability 1.
+
+    Args:
+        logits: [B, V] fp32.  seen: as for `sample`.
+    Returns:
+        [B, V] fp64, each row of sum 1.
+    """
+    probs = torch.zeros_like(logits, dtype=torch.float64)
+    if choice.temperature == 0.0:
+        return probs.scatter_(1, adjusted_ref(logits, choice, seen).argmax(dim=-1, keepdim=True), 1.0)
+    ordered, tokens = _ordered(logits, choice, seen)
+    return probs.scatter_(1, tokens, ordered / ordered.sum(dim=-1, keepdim=True))
+
+
+def _ordered(logits: Tensor, choice: ChoiceConfig, seen: Tensor | None) -> tuple[Tensor, Tensor]:
+    """`probabilities`, most likely first and not normalised, and their tokens: at most top_k columns each."""
+    adjusted = adjusted_ref(logits, choice, seen).double()
+    ordered, tokens = torch.sort(adjusted, dim=-1, descending=True, stable=True)
+    if choice.top_k:
+        ordered, tokens = ordered[:, : choice.top_k], tokens[:, : choice.top_k]
     # Subtract before dividing: near temperature 0 the quotients then go to -inf, not to inf.
-    probs = torch.softmax((ordered - ordered[:, :1]) / temperature, dim=-1)
-    total = probs.cumsum(dim=-1)
+    scaled = (ordered - ordered[:, :1]) / choice.temperature
+    if choice.min_p:
+        # top_k keeps the first tokens, too, so it may come first.
+        scaled = scaled.masked_fill(scaled.exp() < choice.min_p, -torch.inf)
+    probs = torch.softmax(scaled, dim=-1)
     # A token stays if the probability before it is below top_p; the first one always stays.
-    probs = probs * (total - probs < top_p)
-    total = probs.cumsum(dim=-1)
-    target = uniform[:, None] * total[:, -1:]
-    chosen = (total <= target).sum(dim=-1, keepdim=True).clamp(max=probs.shape[1] - 1)
-    return tokens.gather(1, chosen)[:, 0]
+    return probs * (probs.cumsum(dim=-1) - probs < choice.top_p), tokens
+
+
+def _rows(seen: Tensor | None, rows: slice) -> Tensor | None:
+    return None if seen is None else seen[rows]
+
+
+def _in_parts(of: Callable[[slice], Tensor], batch_size: int) -> Tensor:
+    """Concatenate what `of` gives for `DRAWN_AT_ONCE` requests at a time."""
+    starts = range(0, batch_size, DRAWN_AT_ONCE)
+    return torch.cat([of(slice(start, start + DRAWN_AT_ONCE)) for start in starts])

@@ -19,6 +19,8 @@ from torch import Tensor
 
 from alspec.config import SamplingConfig, SpeculationConfig
 from alspec.kernels.attention.dispatch import CacheLayer, DecodeAttention
+from alspec.kernels.sampling.adjustment import count_newest, tokens_seen
+from alspec.kernels.sampling.logprobs import Logprobs, logprobs_ref
 from alspec.models.llama import Llama
 from alspec.priority import INITIAL_PRIORITY, after_handover, after_verdict, sender, skips_compute
 from alspec.runtime.cache.codecs import Cache
@@ -62,32 +64,34 @@ def gather_logits(model: Llama, transport: Transport, x: Tensor) -> Tensor:
 
 
 def choose_tokens(
-    logits: Tensor, layer_sums: Tensor, sampling: SamplingConfig, seq_lens: list[int], step: int, transport: Transport
-) -> list[int]:
+    logits: Tensor,
+    layer_sums: Tensor,
+    sampling: SamplingConfig,
+    seq_lens: list[int],
+    seen: Tensor | None,
+    step: int,
+    transport: Transport,
+) -> tuple[list[int], Logprobs | None]:
     """Choose each request's next token on the device and bring it to the host.
 
     Args:
         logits: [B, V] fp32.
         layer_sums: [L] fp32, see `StepResult`; they locate bad numbers.
         seq_lens: B lengths, the positions of the new tokens.
+        seen: [B, V] int32, see `tokens_seen`; needed for penalties.
         step: number of the decode step; 0 is the prompt's.
+    Returns:
+        The tokens, and their log probabilities if `sampling` asks for them.
     Raises:
         BadNumbersError: logits are NaN or Inf; names rank, layer and step.
     """
-    tokens = sample(
-        logits,
-        sampling.temperature,
-        sampling.top_k,
-        sampling.top_p,
-        sampling.seed,
-        request=torch.arange(len(seq_lens), device=logits.device),
-        position=torch.tensor(seq_lens, device=logits.device),
-    )
+    request, position = (torch.tensor(each, device=logits.device) for each in ([*range(len(seq_lens))], seq_lens))
+    tokens = sample(logits, sampling, request, position, seen)
     finite = torch.isfinite(logits).all().to(tokens.dtype)
     *chosen, is_finite = torch.cat([tokens, finite[None]]).tolist()
     if not is_finite:
         raise bad_logits_error(logits, layer_sums, step, transport)
-    return chosen
+    return chosen, None if sampling.logprobs is None else logprobs_ref(logits, tokens, sampling.logprobs)
 
 
 class EagerStep:
@@ -126,6 +130,7 @@ class EagerStep:
         attentions = {"off": EagerStep._full, "simulated": EagerStep._simulated, "paired": EagerStep._paired}
         self._attend = attentions[mode]
         self._sampling = SamplingConfig()
+        self._seen: Tensor | None = None  # with penalties: see `tokens_seen`
         self._is_warm = cache.device.type != "cuda"
         self._steps = 0
         self._token_ids: list[int] = []
@@ -151,9 +156,12 @@ class EagerStep:
             self._is_warm = True
         return 0
 
-    def begin(self, token_ids: list[int], seq_lens: list[int]) -> None:
+    def begin(self, token_ids: list[int], seq_lens: list[int], seen: Tensor | None = None) -> None:
         """Set tokens and lengths, and make group 0 the first sender. See `DecodeStep.begin`."""
         self._token_ids, self._seq_lens = list(token_ids), list(seq_lens)
+        self._seen = seen if self._sampling.penalises else None
+        if self._sampling.penalises and seen is None:
+            self._seen = tokens_seen([[]] * len(token_ids), self._model.config.vocab_size, self._cache.device)
         self._priority = INITIAL_PRIORITY
         self._steps = 0
 
@@ -166,19 +174,22 @@ class EagerStep:
         started = time.perf_counter()
         self._steps += 1
         live = live or [True] * len(self._token_ids)
+        token_ids = torch.tensor(self._token_ids, device=self._cache.device)
+        if self._seen is not None:
+            count_newest(self._seen, token_ids)
         result = self.run(
             DecodeState(
-                token_ids=torch.tensor(self._token_ids, device=self._cache.device),
+                token_ids=token_ids,
                 seq_lens=torch.tensor(self._seq_lens, dtype=torch.int32, device=self._cache.device),
                 live=torch.tensor(live),
             )
         )
-        chosen = choose_tokens(
-            result.logits, result.layer_sums, self._sampling, self._seq_lens, self._steps, self._transport
+        chosen, logprobs = choose_tokens(
+            result.logits, result.layer_sums, self._sampling, self._seq_lens, self._seen, self._steps, self._transport
         )
         self._token_ids = [new if on else old for new, old, on in zip(chosen, self._token_ids, live, strict=True)]
         self._seq_lens = [length + on for length, on in zip(self._seq_lens, live, strict=True)]
-        return StepRecord(self._token_ids, result.hits, (time.perf_counter() - started) * 1e6, fault=0)
+        return StepRecord(self._token_ids, result.hits, (time.perf_counter() - started) * 1e6, 0, logprobs)
 
     def catch_up(self, launched: int) -> None:
         """Do nothing: no eager step is ever in flight. See `DecodeStep.catch_up`."""

@@ -15,12 +15,15 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from alspec.config import EngineConfig, SamplingConfig, check_softmax, validate
 from alspec.errors import UserError
 from alspec.kernels.common.limits import MAX_BATCH
 from alspec.kernels.kv_codec.formats import rotates_values
 from alspec.kernels.kv_codec.turboquant.rotation import rotation
+from alspec.kernels.sampling.adjustment import tokens_seen
+from alspec.kernels.sampling.logprobs import Logprobs
 from alspec.models.checkpoint.source import model_config, model_files, model_path, open_tokenizer
 from alspec.models.generation_config import notice_of_settings
 from alspec.models.llama import Llama, rotate_values
@@ -28,7 +31,6 @@ from alspec.models.tokenizer.tokenizer import Prompt, Tokenizer, encode_prompts,
 from alspec.runtime.cache.codecs import Cache
 from alspec.runtime.decode.decode_step import DecodeStep, StepRecord
 from alspec.runtime.decode.eager_step import choose_tokens
-from alspec.runtime.decode.prefill import prefill
 from alspec.runtime.distributed.agreement import Agreement, fingerprint, shared_settings
 from alspec.runtime.distributed.placement import PeerMemory
 from alspec.runtime.distributed.transport import TIMEOUT, Transport, connect_store
@@ -41,12 +43,15 @@ from alspec.runtime.engine.generation import (
     SamplingT,
     Token,
     check_prompts,
+    check_sampling,
     fit_new_tokens,
     max_total_tokens,
+    rows_of,
 )
 from alspec.runtime.engine.kept_prefix import KeptPrefix
 from alspec.runtime.engine.loading import open_model, read_weights, take_device, warm_up
 from alspec.runtime.engine.memory import MemoryPlan, available_bytes, check_fits, check_max_context
+from alspec.runtime.engine.prompt_pass import process_prompts
 from alspec.runtime.faults.bad_steps import fault_error
 from alspec.runtime.faults.heartbeat import LOADING, Heartbeat, pending_error
 from alspec.runtime.profiling.timeline import Timeline
@@ -143,12 +148,16 @@ class Engine:
         self._has_warned = True
         return self.notices
 
+    def check_sampling(self, sampling: SamplingConfig) -> None:
+        """Refuse settings that do not fit the model: token ids that it does not have."""
+        check_sampling(sampling, self.model_config)
+
     def fit_new_tokens(self, prompts: list[list[int]], sampling: SamplingT) -> tuple[SamplingT, str | None]:
         """See `generation.fit_new_tokens`."""
         return fit_new_tokens(prompts, sampling, self.config, self.model_config)
 
     def check_prompts(self, prompts: list[list[int]], max_new_tokens: int) -> int:
-        """Return the tokens that the cache must hold for these prompts; refuse too long prompts."""
+        """Return the tokens that the cache must hold for these rows, see `rows_of`; refuse too long prompts."""
         needed = check_prompts(prompts, max_new_tokens, self.config, self.model_config)
         return self.config.max_context or needed
 
@@ -287,8 +296,9 @@ class Engine:
 
         A generator: nothing happens, and no error is raised, before its first token is asked for.
 
-        With several, `token.request` says whose a token is. An engine serves one call at a time: another call, in any
-        thread, ends this one. What was measured is in `generation`.
+        With several, or with n answers to each, `token.request` says whose a token is: p n + a is answer a to prompt p.
+        An engine serves one call at a time: another call, in any thread, ends this one. What was measured is in
+        `generation`.
 
         Tokens at the start of a prompt that the cache still holds from the last call are not processed again: see
         runtime/engine/kept_prefix.py, and `generation.reused_tokens`. A prompt for which the cache is too small
@@ -320,12 +330,15 @@ class Engine:
     def generate(
         self, prompt: Prompt | Sequence[Prompt], sampling: SamplingConfig | None = None, **options: Any
     ) -> Completion | list[Completion]:
-        """Generate to the end: the `Completion` of a prompt, or a list of them for a list of prompts. See `stream`."""
+        """Generate to the end: the `Completion` of a prompt, or a list of them for several prompts or answers.
+
+        With n answers to each prompt, those of the first prompt come first. See `stream`.
+        """
         for _ in self.stream(prompt, sampling, **options):
             pass
         completions = self.generation.completions()
         is_single = any(each is prompt for each in prompts_of(prompt))
-        return completions[0] if is_single else completions
+        return completions[0] if is_single and self.generation.num_answers == 1 else completions
 
     def _begin(
         self, prompt: Prompt | Sequence[Prompt], sampling: SamplingConfig
@@ -342,7 +355,8 @@ class Engine:
             self.agreement.require_same({"prompt": spelled(prompt)} | settings)
             self._catch_up(self.agreement.exchange)
             tokenizer = partial(self.text_tokenizer, "give token ids")
-            prompts = encode_prompts(prompt, tokenizer, self.max_total_tokens)
+            self.check_sampling(sampling)
+            prompts = rows_of(encode_prompts(prompt, tokenizer, self.max_total_tokens), sampling.n)
             sampling, notice = self.fit_new_tokens(prompts, sampling)
             needed, batch_size = self.check_prompts(prompts, sampling.max_new_tokens), len(prompts)
             if self.memory is None or self.cache.batch_size != batch_size or self.cache.max_context < needed:
@@ -350,7 +364,7 @@ class Engine:
             # A call that was interrupted may have ended at another token on each rank.
             of_ranks = map(json.loads, self.agreement.exchange(json.dumps(self._kept.reusable(prompts))))
             reused = [min(of_request) for of_request in zip(*of_ranks, strict=True)]
-        number = self._own(Generation(self._requests(prompts, sampling), reused))
+        number = self._own(Generation(self._requests(prompts, sampling), reused, num_answers=sampling.n))
         return number, sampling, [notice] if notice else []
 
     def _own(self, generation: Generation) -> int:
@@ -361,10 +375,11 @@ class Engine:
         return self._generations
 
     def _requests(self, prompts: list[list[int]], sampling: SamplingConfig) -> list[Request]:
+        stop_ids = list(sampling.stop_ids or ())
         if self.tokenizer is None:
-            return [Request(ids, IdDecoder(), sampling, self.model_config.eos_token_ids) for ids in prompts]
+            return [Request(ids, IdDecoder(), sampling, self.model_config.eos_token_ids, stop_ids) for ids in prompts]
         eos, decoder = self.tokenizer.eos_token_ids, self.tokenizer.stream_decoder
-        stop_ids = [each for each in map(self.tokenizer.special_token_id, sampling.stop) if each is not None]
+        stop_ids += [each for each in map(self.tokenizer.special_token_id, sampling.stop) if each is not None]
         return [Request(ids, decoder(ids), sampling, eos, stop_ids) for ids in prompts]
 
     def _generate(
@@ -378,14 +393,18 @@ class Engine:
         chunk_size = self.config.speculation.chunk_size
         with self._running(number):
             self._prepare(sampling, generation.reused_tokens)
-            tokens = self._prefill(generation, sampling, progress)
-        for token in generation.push(tokens, None, chunk_size):
+            seen = None
+            if sampling.penalises:
+                prompts = [request.prompt_ids for request in generation.requests]
+                seen = tokens_seen(prompts, self.model_config.vocab_size, self.device)
+            tokens, logprobs = self._prefill(generation, sampling, seen, progress)
+        for token in generation.push(tokens, None, chunk_size, logprobs):
             yield token
             self._check_running(number)
         num_steps = sampling.max_new_tokens - 1
         if any(generation.live):
             with self._running(number):
-                self._begin_steps(tokens, generation.seq_lens)
+                self._begin_steps(tokens, generation.seq_lens, seen)
         while any(generation.live):
             with self._running(number):
                 self._mark_step()
@@ -396,7 +415,7 @@ class Engine:
                 if request.live:
                     self._kept.appended(index, request.token_ids[-1])
             generation.step_us.append(record.step_us)
-            for token in generation.push(record.token_ids, record.hits, chunk_size):
+            for token in generation.push(record.token_ids, record.hits, chunk_size, record.logprobs):
                 yield token
                 self._check_running(number)
 
@@ -421,29 +440,24 @@ class Engine:
             raise UserError(f"stream: {why}; take one after the other, or use two engines")
 
     def _prefill(
-        self, generation: Generation, sampling: SamplingConfig, progress: Callable[[int], None] | None
-    ) -> list[int]:
-        """Process all prompts; returns the first token of each request."""
+        self,
+        generation: Generation,
+        sampling: SamplingConfig,
+        seen: Tensor | None,
+        progress: Callable[[int], None] | None,
+    ) -> tuple[list[int], Logprobs | None]:
+        """Process all prompts; returns the first token of each request, and their log probabilities if asked for."""
         transport = self.connected()
         transport.barrier()
         self.timeline.start()
         started = time.perf_counter()
         self._step = 0
-        parts, done = [], 0
-        for index, request in enumerate(generation.requests):
-            if progress is not None:
-                progress(done)
-            in_prompt = None if progress is None else lambda tokens, before=done: progress(before + tokens)
-            ids, start = request.prompt_ids, generation.reused_tokens[index]
-            self._kept.cut(index, start)
-            step = self._operation
-            parts.append(prefill(self.model, self.cache, transport, index, ids, step, progress=in_prompt, start=start))
-            self._kept.wrote_prompt(index, ids)
-            done += len(ids)
-        logits, layer_sums = torch.cat([part[0] for part in parts]), torch.stack([part[1] for part in parts]).sum(0)
-        tokens = choose_tokens(logits, layer_sums, sampling, generation.seq_lens, self._step, transport)
+        logits, layer_sums = process_prompts(
+            self.model, self.cache, self._kept, transport, generation, self._operation, progress
+        )
+        chosen = choose_tokens(logits, layer_sums, sampling, generation.seq_lens, seen, self._step, transport)
         generation.prefill_us = (time.perf_counter() - started) * 1e6
-        return tokens
+        return chosen
 
     def prepare(self, sampling: SamplingConfig) -> None:
         """Compile and capture the decode step for this way of sampling; overwrites the start of the cache.
@@ -485,11 +499,11 @@ class Engine:
             self._raise_fault(record.fault)
             yield record
 
-    def _begin_steps(self, token_ids: list[int], seq_lens: list[int]) -> None:
+    def _begin_steps(self, token_ids: list[int], seq_lens: list[int], seen: Tensor | None = None) -> None:
         assert self.decode_step is not None
         self._attempts += 1
         self._step = 0
-        self.decode_step.begin(token_ids, seq_lens)
+        self.decode_step.begin(token_ids, seq_lens, seen)
 
     def _mark_step(self) -> None:
         self._step += 1

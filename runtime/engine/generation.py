@@ -11,6 +11,7 @@ from torch import Tensor
 from alspec.config import EngineConfig, SamplingConfig
 from alspec.errors import UserError, show
 from alspec.kernels.common.limits import MAX_BATCH
+from alspec.kernels.sampling.logprobs import Logprobs
 from alspec.models.llama_config import LlamaConfig
 from alspec.predictor import first_lossy_length
 
@@ -21,9 +22,12 @@ __all__ = [
     "Request",
     "TextDecoder",
     "Token",
+    "TokenLogprobs",
     "check_prompts",
+    "check_sampling",
     "fit_new_tokens",
     "max_total_tokens",
+    "rows_of",
 ]
 
 SamplingT = TypeVar("SamplingT", bound=SamplingConfig)
@@ -52,6 +56,14 @@ class IdDecoder:
 
 
 @dataclass(frozen=True)
+class TokenLogprobs:
+    """Natural logarithms of probabilities, by the model's distribution before temperature, penalties and cuts."""
+
+    logprob: float  # of the generated token
+    top: list[tuple[int, float]]  # token id and log probability of the most likely tokens, the most likely one first
+
+
+@dataclass(frozen=True)
 class Token:
     """One generated token, as streamed."""
 
@@ -61,6 +73,7 @@ class Token:
     # Share of layers in which this request accepts A~; None without speculation, or if A~ reads every token.
     hit_rate: float | None
     finish_reason: str | None  # 'eos', 'stop' or 'length' on the last token of a request
+    logprobs: TokenLogprobs | None = None  # if the settings ask for them
 
 
 @dataclass(frozen=True)
@@ -72,6 +85,7 @@ class Completion:
     text: str
     finish_reason: str | None  # 'eos', 'stop' or 'length'
     hit_rate: float | None  # mean over its tokens; None as in `Token`
+    logprobs: list[TokenLogprobs] | None = None  # one for each token, if the settings ask for them
 
 
 class Request:
@@ -85,9 +99,10 @@ class Request:
         eos_token_ids: Iterable[int],
         stop_token_ids: Iterable[int] = (),
     ) -> None:
-        """`stop_token_ids`: ids of those stop texts that are special tokens."""
+        """`stop_token_ids`: stop ids, and ids of those stop texts that are special tokens."""
         self.prompt_ids = prompt_ids
         self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] | None = None if sampling.logprobs is None else []
         self.hit_rates: list[float] = []  # of the tokens that have one
         self.text = ""
         self.finish_reason: str | None = None
@@ -152,6 +167,7 @@ class Generation:
     # Times of all decode steps. The host times eager steps and the first step; the device times the others.
     step_us: list[float] = field(default_factory=list)
     hits: list[Tensor] = field(default_factory=list)  # every decode step: [L, B] bool
+    num_answers: int = 1  # to each prompt; they lie side by side
 
     def __post_init__(self) -> None:
         self.reused_tokens = self.reused_tokens or [0] * len(self.requests)
@@ -166,8 +182,12 @@ class Generation:
         """Tokens of each request's prompt and answer."""
         return [request.seq_len for request in self.requests]
 
-    def push(self, token_ids: list[int], hits: Tensor | None, chunk_size: int) -> Iterator[Token]:
-        """Add each request's next token and its step's verdicts, if any; yields the tokens of live requests.
+    def push(
+        self, token_ids: list[int], hits: Tensor | None, chunk_size: int, logprobs: Logprobs | None = None
+    ) -> Iterator[Token]:
+        """Add each request's next token, and its step's verdicts and log probabilities, if any.
+
+        Yields the tokens of live requests.
 
         Args:
             hits: [L, B] bool.  chunk_size: S.
@@ -181,8 +201,12 @@ class Generation:
                 if hits is not None and request.seq_len >= shortest:
                     hit_rate = float(hits[:, index].float().mean())
                     request.hit_rates.append(hit_rate)
-                text = request.push(token_id)
-                yield Token(index, token_id, text, hit_rate, request.finish_reason)
+                text, own = request.push(token_id), None
+                if logprobs is not None and request.logprobs is not None:
+                    logprob, *top = logprobs.values[index].tolist()
+                    own = TokenLogprobs(logprob, list(zip(logprobs.token_ids[index, 1:].tolist(), top, strict=True)))
+                    request.logprobs.append(own)
+                yield Token(index, token_id, text, hit_rate, request.finish_reason, own)
 
     def completions(self) -> list[Completion]:
         """What each request has generated so far."""
@@ -193,6 +217,7 @@ class Generation:
                 each.text,
                 each.finish_reason,
                 sum(each.hit_rates) / len(each.hit_rates) if each.hit_rates else None,
+                each.logprobs,
             )
             for each in self.requests
         ]
@@ -222,8 +247,34 @@ def fit_new_tokens(
     )
 
 
+def rows_of(prompts: list[list[int]], n: int) -> list[list[int]]:
+    """The prompt of each row of the batch: every prompt n times, one row for each answer."""
+    return [ids for ids in prompts for _ in range(n)]
+
+
+def check_sampling(sampling: SamplingConfig, model: LlamaConfig) -> None:
+    """Check token ids against the vocabulary.
+
+    Raises:
+        UserError: an id that the model does not have, or more log probabilities than tokens.
+    """
+    for name, ids in (("stop_ids", sampling.stop_ids or ()), ("logit_bias", sampling.logit_bias)):
+        _check_ids(ids, name, model)
+    if (sampling.logprobs or 0) > model.vocab_size:
+        raise UserError(f"logprobs: expected up to the {model.vocab_size} tokens of the vocabulary")
+
+
+def _check_ids(ids: Iterable[int], where: str, model: LlamaConfig) -> None:
+    wrong = next((token for token in ids if not 0 <= token < model.vocab_size), None)
+    if wrong is not None:
+        raise UserError(
+            f"{where}: token id {show(wrong)} is outside the vocabulary of {model.vocab_size}; "
+            f"give ids from 0 to {model.vocab_size - 1}"
+        )
+
+
 def check_prompts(prompts: list[list[int]], max_new_tokens: int, config: EngineConfig, model: LlamaConfig) -> int:
-    """The tokens that the longest of these prompts needs together with its answer.
+    """The tokens that the longest of these rows of a batch needs together with its answer.
 
     Raises:
         UserError: too many tokens for the model or `max_context`, too many requests for the transport or graph asked
@@ -237,12 +288,7 @@ def check_prompts(prompts: list[list[int]], max_new_tokens: int, config: EngineC
     for index, ids in enumerate(prompts):
         if not ids:
             raise UserError(f"prompt {index}: expected at least one token, found none")
-        wrong = next((token for token in ids if not 0 <= token < model.vocab_size), None)
-        if wrong is not None:
-            raise UserError(
-                f"prompt {index}: token id {show(wrong)} is outside the vocabulary of {model.vocab_size}; "
-                f"give ids from 0 to {model.vocab_size - 1}"
-            )
+        _check_ids(ids, f"prompt {index}", model)
     needed = max(map(len, prompts)) + max_new_tokens
     limit = max_total_tokens(config, model)
     if needed > limit:

@@ -307,6 +307,13 @@ def test_color_is_for_terminals(run: Run, checkpoint: Path, monkeypatch: pytest.
             ("--top-k", 3, "--top-p", 0.5),
             "--top-k and --top-p without effect: temperature 0 takes the most likely token",
         ),
+        pytest.param(
+            ("--top-k", 3, "--top-p", 0.5, "--min-p", 0.1),
+            "--top-k, --top-p and --min-p without effect: temperature 0 takes the most likely token",
+            marks=full,
+        ),
+        (("--n", 2), "--n gives the same answer 2 times: temperature 0 takes the most likely token"),
+        (("--n", 2, "--min-p", 0.1, "--temperature", 1), ""),
         (("--top-p", 0.5, "--temperature", 1), ""),
         (
             ("--threshold", 0.3, "--chunk", 256),
@@ -350,7 +357,7 @@ def test_settings_that_are_not_applied_give_one_notice(
     (folder / "generation_config.json").write_text(json.dumps(settings), encoding="utf-8")
     code, _, err = run("--model", folder, "--transport", "gloo", "--prompt", PROMPT, *SMALL)
     assert code == 0
-    notice = f"alspec: generation_config.json: not applied: {listed}; tokens are chosen as if they were not set"
+    notice = f"alspec: generation_config.json: not applied: {listed}; only flags and options say how tokens are chosen"
     assert [line for line in err.splitlines() if line.startswith("alspec")] == ([notice] if listed else [])
 
 

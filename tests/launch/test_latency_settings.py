@@ -72,6 +72,23 @@ def test_only_the_first_rank_prints_notices(
     assert capsys.readouterr().err == ("" if rank else told)
 
 
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, {}),
+        ({"temperature": 0.5}, {"temperature": 0.5, "top_k": 0, "top_p": 1.0}),
+        ({"temperature": 1, "min_p": 0.1}, {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.1}),
+        (
+            {"seed": 3, "presence_penalty": 0.5, "logit_bias": {7: 2}},
+            {"presence_penalty": 0.5, "logit_bias": {"7": 2.0}},
+        ),
+    ],
+    ids=str,
+)
+def test_a_row_names_the_settings_in_use(settings: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert latency._sampling_of(config_of(**settings).sampling) == expected
+
+
 def test_the_cache_has_the_requested_room(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The room that is needed is enough."""
     loaded: list[int] = []

@@ -9,19 +9,24 @@ import pytest
 import torch
 from torch import Tensor
 
+from alspec.config import ChoiceConfig
 from alspec.kernels.sampling.next_token import BLOCK, num_candidates
 from alspec.kernels.sampling.sampler import Sampler, sample_tokens
 from alspec.runtime.decode.eager_sampling import sample
 
-# temperature, top_k, top_p
+Settings = tuple[float, int, float, float]
+# temperature, top_k, top_p, min_p
 SETTINGS = [
-    (1.0, 0, 1.0),
-    (0.7, 0, 0.9),
-    (1.5, 12, 1.0),
-    (1.0, 50, 0.6),
-    (1e-3, 5, 0.5),
-    (1e6, 0, 0.99),
-    (1.0, 0, 1e-12),
+    (1.0, 0, 1.0, 0.0),
+    (0.7, 0, 0.9, 0.0),
+    (1.5, 12, 1.0, 0.0),
+    (1.0, 50, 0.6, 0.0),
+    (1e-3, 5, 0.5, 0.0),
+    (1e6, 0, 0.99, 0.0),
+    (1.0, 0, 1e-12, 0.0),
+    (1.3, 0, 1.0, 0.05),
+    (2.0, 50, 0.9, 0.1),
+    (1e6, 30, 1.0, 1.0),
 ]
 KINDS = ["normal", "ties", "peaked", "wide"]
 BATCH = 2
@@ -47,25 +52,33 @@ def draw_logits(kind: str, vocab_size: int, device: torch.device) -> Tensor:
     return logits
 
 
+def choice(temperature: float, top_k: int, top_p: float, min_p: float = 0.0, seed: int = 0) -> ChoiceConfig:
+    return ChoiceConfig(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+
+
 class SamplerSteps:
     """One sampler, which samples step after step."""
 
-    def __init__(
-        self, settings: tuple[float, int, float], vocab_size: int, device: torch.device, seed: int = 7
-    ) -> None:
-        self.settings, self.seed = settings, seed
-        self.sampler = Sampler.allocate(Sampler.cuts_of(*settings, vocab_size), BATCH, device)
-        self.sampler.set(*settings, seed)
+    def __init__(self, settings: Settings, vocab_size: int, device: torch.device) -> None:
+        kinds = Sampler.kinds_of(choice(*settings), vocab_size)
+        sampler = Sampler.allocate(kinds, BATCH, device)
+        assert sampler is not None
+        self.sampler = sampler
+        self.set(settings, 7)
+
+    def set(self, settings: Settings, seed: int) -> None:
+        self.choice = choice(*settings, seed)
+        self.sampler.set(self.choice)
 
     def tokens(self, logits: Tensor, seq_lens: Tensor) -> Tensor:
         return sample_tokens(self.sampler, logits, largest_of_blocks(logits), seq_lens)
 
     def expected(self, logits: Tensor, seq_lens: Tensor) -> Tensor:
-        return sample(logits, *self.settings, self.seed, torch.arange(BATCH, device=logits.device), seq_lens.long())
+        return sample(logits, self.choice, torch.arange(BATCH, device=logits.device), seq_lens.long())
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_the_token_is_that_of_the_sorting_sampler(device: torch.device, settings: tuple[float, int, float]) -> None:
+def test_the_token_is_that_of_the_sorting_sampler(device: torch.device, settings: Settings) -> None:
     """One sampler makes several steps, each of which must clear its tables for the next."""
     torch.manual_seed(SETTINGS.index(settings))
     is_cpu = device.type == "cpu"
@@ -79,9 +92,15 @@ def test_the_token_is_that_of_the_sorting_sampler(device: torch.device, settings
 
 @pytest.mark.parametrize(
     ("settings", "kept"),
-    [((1.0, 0, 1.0), 2100), ((1.0, 1500, 1.0), 1500), ((1.0, 0, 0.5001), 1051), ((1.0, 1500, 0.5001), 751)],
+    [
+        ((1.0, 0, 1.0, 0.0), 2100),
+        ((1.0, 1500, 1.0, 0.0), 1500),
+        ((1.0, 0, 0.5001, 0.0), 1051),
+        ((1.0, 1500, 0.5001, 0.0), 751),
+        ((1.0, 0, 0.5001, 1.0), 1051),
+    ],
 )
-def test_each_of_equal_tokens_is_sampled(device: torch.device, settings: tuple[float, int, float], kept: int) -> None:
+def test_each_of_equal_tokens_is_sampled(device: torch.device, settings: Settings, kept: int) -> None:
     """All logits are equal, over several blocks. A cut keeps the lowest ids."""
     logits = torch.zeros(BATCH, 2100, device=device)
     sampler, found = SamplerSteps(settings, 2100, device), set()
@@ -97,7 +116,7 @@ def test_each_of_equal_tokens_is_sampled(device: torch.device, settings: tuple[f
 def test_the_sum_of_equal_weights_does_not_overflow(device: torch.device) -> None:
     """The sum of the weights of 2^n equal tokens is the largest possible."""
     logits = torch.zeros(BATCH, 1024, device=device)
-    sampler = SamplerSteps((1.0, 0, 1.0), 1024, device)
+    sampler = SamplerSteps((1.0, 0, 1.0, 0.0), 1024, device)
     for position in (3, 4):
         seq_lens = torch.tensor([position, position + 5000], dtype=torch.int32, device=device)
         assert torch.equal(sampler.tokens(logits, seq_lens), sampler.expected(logits, seq_lens))
@@ -106,16 +125,17 @@ def test_the_sum_of_equal_weights_does_not_overflow(device: torch.device) -> Non
 def test_settings_change_without_another_sampler(device: torch.device) -> None:
     logits = draw_logits("normal", 500, device)
     seq_lens = torch.tensor([3, 4], dtype=torch.int32, device=device)
-    sampler = SamplerSteps((1.0, 9, 0.9), 500, device)
-    for settings, seed in (((1e-4, 9, 0.9), 7), ((2.0, 400, 0.99), 2**63 - 1), ((2.0, 3, 0.1), 2**40)):
-        sampler.settings, sampler.seed = settings, seed
-        sampler.sampler.set(*settings, seed)
+    sampler = SamplerSteps((1.0, 9, 0.9, 0.2), 500, device)
+    for settings, seed in (
+        ((1e-4, 9, 0.9, 0.1), 7), ((2.0, 400, 0.99, 0.001), 2**63 - 1), ((2.0, 3, 0.1, 0.9), 2**40),
+    ):  # fmt: skip
+        sampler.set(settings, seed)
         assert torch.equal(sampler.tokens(logits, seq_lens), sampler.expected(logits, seq_lens))
 
 
 def test_cuts_exist_only_if_the_settings_need_them() -> None:
     def cuts(temperature: float, top_k: int, top_p: float) -> int:
-        return len(Sampler.cuts_of(temperature, top_k, top_p, 100))
+        return len(Sampler.kinds_of(choice(temperature, top_k, top_p, min_p=0.5), 100)[0])
 
     assert [cuts(0.0, 5, 0.5), cuts(1.0, 0, 1.0), cuts(1.0, 100, 1.0), cuts(1.0, 99, 1.0), cuts(1.0, 0, 0.99)] == [
         0, 1, 1, 2, 2,
@@ -127,7 +147,7 @@ def test_cuts_exist_only_if_the_settings_need_them() -> None:
 def test_bad_logits_give_some_token_of_the_vocabulary(device: torch.device, bad: float) -> None:
     """The fault word reports them. The next step is right again."""
     vocab_size = 1500
-    sampler = SamplerSteps((1.0, 20, 0.9), vocab_size, device)
+    sampler = SamplerSteps((1.0, 20, 0.9, 0.01), vocab_size, device)
     seq_lens = torch.tensor([3, 4], dtype=torch.int32, device=device)
     for bad_tokens in (slice(None), slice(1100, 1200)):
         logits = draw_logits("normal", vocab_size, device)

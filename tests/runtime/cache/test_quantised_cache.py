@@ -25,7 +25,7 @@ from alspec.kernels.comm.pair_state import PairShape
 from alspec.kernels.kv_codec.codec_reference import kv_dequantize
 from alspec.kernels.kv_codec.flashq.quantize import fake_quantize, head_priority, select_bits
 from alspec.kernels.kv_codec.formats import FORMATS, format_of
-from alspec.kernels.kv_codec.quantised_layer import BLOCK, PER_HEAD
+from alspec.kernels.kv_codec.quantised_layer import BLOCK, PER_HEAD, QuantisedLayer
 from alspec.kernels.speculation.handover import receive_handover
 from alspec.models.llama_config import LlamaConfig
 from alspec.runtime.cache.codecs import bytes_per_token, cache_bytes, check_codec, check_head_dim, new_cache
@@ -383,3 +383,32 @@ def test_small_heads_are_refused_on_gpus() -> None:
         with pytest.raises(UserError, match=rf"head_dim: expected 16 or more on a GPU, the model has {head_dim}; use"):
             check_head_dim(small, torch.device("cuda"))
     check_head_dim(MODEL.model_copy(update={"head_dim": 16}), torch.device("cuda"))
+
+
+@pytest.mark.parametrize(
+    ("codec", "protect"), [("bf16", 0), *((codec, 0) for codec in QUANTISED_CODECS), ("turbo4", 1)]
+)
+def test_a_copied_prompt_is_as_if_it_had_been_written(codec: str, protect: int) -> None:
+    """Both requests hold the same, wherever their records lie, and the next tokens are appended alike."""
+    config = MODEL.model_copy(update={"num_layers": 3, "num_kv_heads": H, "num_qo_heads": H, "head_dim": D})
+    other, prompt = draw(197, seed=1), draw(130, seed=2)
+    lengths = torch.tensor([198, 131, 131], dtype=torch.int32)
+    caches = [new_cache(codec, config, 1, 3, 500, torch.float32, CPU, protect=protect) for _ in range(2)]
+    for cache, last in zip(caches, (prompt, other), strict=True):  # something else lies there before the copy
+        for layer, (request, (k, v)) in itertools.product(range(3), enumerate((other, prompt, last))):
+            for start in range(0, len(k), 128):
+                cache.write_prefill(layer, request, start, k[start : start + 128], v[start : start + 128])
+        if last is other:
+            cache.copy_prompt(1, 2)
+        for layer in range(3):
+            cache.append(layer, *draw(3, seed=3), lengths)
+    for layer in range(3):
+        written, copied = (cache.layer(layer) for cache in caches)
+        if isinstance(written, QuantisedLayer) and isinstance(copied, QuantisedLayer):
+            for name in ("offset", "bits", "tail_scale"):
+                assert torch.equal(getattr(written, name), getattr(copied, name)), name
+            kept = [kv_dequantize(each, lengths) for each in (written, copied)]
+        else:
+            kept = [(each.k[:, :, :131], each.v[:, :, :131]) for each in (written, copied)]
+        assert torch.equal(kept[0][0], kept[1][0])
+        assert torch.equal(kept[0][1], kept[1][1])

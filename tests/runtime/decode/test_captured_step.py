@@ -21,6 +21,7 @@ from alspec.kernels.comm.ll_packets import BAD_NUMBERS, split_fault
 from alspec.kernels.comm.pair_state import PairShape
 from alspec.kernels.kv_codec.codec_reference import kv_dequantize
 from alspec.kernels.sampling import sampler
+from alspec.kernels.sampling.adjustment import tokens_seen
 from alspec.models.checkpoint.checkpoint import Checkpoint
 from alspec.models.llama import Llama, load_weights
 from alspec.models.llama_config import LlamaConfig
@@ -29,6 +30,7 @@ from alspec.runtime.cache.kv_cache import KVCache
 from alspec.runtime.cache.quantised_cache import QuantisedCache
 from alspec.runtime.decode import captured_step
 from alspec.runtime.decode.captured_step import CapturedStep
+from alspec.runtime.decode.decode_step import DecodeStep, StepRecord
 from alspec.runtime.decode.decoder import Decoder
 from alspec.runtime.decode.eager_sampling import sample
 from alspec.runtime.decode.eager_step import DecodeState, EagerStep
@@ -46,6 +48,7 @@ PROMPTS = [[7, 30, 200, 5, 5, 91], [11] * 20]
 LONG_PROMPTS = [torch.randint(256, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (61, 126)]
 GREEDY = SamplingConfig(max_new_tokens=4)
 SAMPLED = SamplingConfig(max_new_tokens=4, temperature=0.9, top_k=50, top_p=0.95, seed=3)
+PENALTIES = {"repetition_penalty": 1.3, "frequency_penalty": 1.5, "presence_penalty": 0.7}
 
 
 class Setting:
@@ -83,10 +86,8 @@ class Setting:
         for step in range(1, sampling.max_new_tokens):
             seq_lens = torch.tensor([len(ids) + step for ids in self.prompts], dtype=torch.int32)
             state = DecodeState(torch.tensor(token_ids), seq_lens, torch.ones(len(self.prompts), dtype=torch.bool))
-            token_ids = sample(
-                eager.run(state).logits, sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed,
-                torch.arange(len(self.prompts)), seq_lens.long(),
-            ).tolist()  # fmt: skip
+            request = torch.arange(len(self.prompts))
+            token_ids = sample(eager.run(state).logits, sampling, request, seq_lens.long()).tolist()
             steps.append(token_ids)
         return steps
 
@@ -150,12 +151,48 @@ def test_a_capture_leaves_what_is_kept(small_folder: Path, turbo_folder: Path, c
     assert all(torch.equal(found, expected) for found, expected in zip(held(), before, strict=True))
 
 
+def _records(step: DecodeStep, setting: Setting, sampling: SamplingConfig) -> list[StepRecord]:
+    """Steps of a whole generation, which begins with the counts of the prompts."""
+    step.prepare(sampling)
+    seen = tokens_seen(setting.prompts, setting.model.config.vocab_size, CPU)
+    step.begin(setting.prefill(), [len(ids) + 1 for ids in setting.prompts], seen)
+    return [step.step(sampling.max_new_tokens - index) for index in range(1, sampling.max_new_tokens)]
+
+
+@pytest.mark.parametrize("how", [GREEDY, SAMPLED.model_copy(update={"min_p": 0.02})], ids=["greedy", "sampled"])
+def test_penalties_biases_and_log_probabilities_are_those_of_the_eager_step(
+    setting: Setting, how: SamplingConfig
+) -> None:
+    """One captured step serves several values, and begins each generation with the prompts' tokens alone."""
+    captured = setting.new_step()
+    eager = EagerStep(setting.model, setting.cache, setting.transport, "off", SpeculationConfig(), no_hook)
+    plain = [record.token_ids for record in _records(eager, setting, how)]
+    bias = {"logit_bias": {plain[0][0]: -30.0, 17: 1.5}}
+    for update in (PENALTIES, PENALTIES | {"repetition_penalty": 0.6}), (bias,), (PENALTIES | bias | {"logprobs": 3},):
+        found = []
+        for values in update:
+            sampling = how.model_copy(update=values)
+            records, expected = _records(captured, setting, sampling), _records(eager, setting, sampling)
+            found.append([record.token_ids for record in records])
+            assert found[-1] == [record.token_ids for record in expected]
+            assert found[-1] != plain
+        assert len(found) == 1 or found[0] != found[1]
+    for record, reference in zip(records, expected, strict=True):
+        assert record.logprobs is not None
+        assert reference.logprobs is not None
+        assert record.logprobs.token_ids.tolist() == reference.logprobs.token_ids.tolist()
+        assert record.logprobs.token_ids[:, 0].tolist() == record.token_ids
+        torch.testing.assert_close(record.logprobs.values, reference.logprobs.values, rtol=1e-4, atol=1e-4)
+
+
 def test_only_other_cuts_need_another_capture(setting: Setting) -> None:
     captured = setting.new_step()
     with mock.patch.object(captured, "_capture", mock.Mock(wraps=captured._capture)) as capture:
         for update, captures in (
             ({}, 1), ({"seed": 4}, 1), ({"temperature": 2.0, "top_k": 9}, 1), ({"top_k": 0}, 2), ({"top_p": 1.0}, 3),
-            ({"temperature": 0.0}, 4), ({"temperature": 0.0, "seed": 9}, 4),
+            ({"temperature": 0.0}, 4), ({"temperature": 0.0, "seed": 9}, 4), ({"min_p": 0.1}, 5), ({"min_p": 0.2}, 5),
+            ({"presence_penalty": 1.0}, 6), ({"frequency_penalty": 1.0, "repetition_penalty": 2.0}, 6),
+            ({"logit_bias": {5: 1.0}}, 7), ({"logit_bias": {9: -3.0}}, 7), ({"logprobs": 0}, 8), ({"logprobs": 20}, 8),
         ):  # fmt: skip
             captured.prepare(SAMPLED.model_copy(update=update))
             assert capture.call_count == captures

@@ -11,8 +11,17 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tiers import fast
 from torch import Tensor
+from transformers import (
+    LogitsProcessor,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
-from alspec.runtime.decode.eager_sampling import DRAWN_AT_ONCE, philox, philox_uniform, sample
+from alspec.config import ChoiceConfig
+from alspec.kernels.sampling.adjustment import adjusted_ref, count_newest, tokens_seen
+from alspec.runtime.decode.eager_sampling import DRAWN_AT_ONCE, philox, philox_uniform, probabilities, sample
 
 # Random123, tests/kat_vectors, philox4x32 with 10 rounds: counter, key, result.
 KNOWN_ANSWERS = [
@@ -70,12 +79,16 @@ def test_uniform_numbers_are_uniform_and_unrelated() -> None:
     assert float(torch.corrcoef(torch.stack(lines)).fill_diagonal_(0).abs().max()) < 5 / math.sqrt(n)
 
 
+def choice(temperature: float, top_k: int, top_p: float, seed: int) -> ChoiceConfig:
+    return ChoiceConfig(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+
+
 def draw(
     logits: Tensor, count: int, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, seed: int = 7
 ) -> Tensor:
     """`count` tokens from one [V] distribution, one for each position."""
     request, position = torch.zeros(count, dtype=torch.int64), torch.arange(count)
-    return sample(logits.expand(count, -1), temperature, top_k, top_p, seed, request, position)
+    return sample(logits.expand(count, -1), choice(temperature, top_k, top_p, seed), request, position)
 
 
 def kept_probabilities(logits: Tensor, temperature: float, top_k: int, top_p: float) -> np.ndarray:
@@ -144,7 +157,7 @@ def test_token_is_the_inverse_of_the_distribution(
     """Sum the probabilities, most likely first: the token is the first one where the sum exceeds the random number."""
     logits = torch.tensor(values)
     counters = torch.tensor([0]), torch.tensor([position])
-    found = int(sample(logits[None], temperature, top_k, top_p, 3, *counters))
+    found = int(sample(logits[None], choice(temperature, top_k, top_p, 3), *counters))
     target = philox_by_hand(3, 0, position)
     probs = kept_probabilities(logits, temperature, top_k, top_p)
     cut = probs > 0
@@ -160,17 +173,20 @@ def test_a_token_does_not_depend_on_its_place_in_the_batch() -> None:
     generator, count = torch.Generator().manual_seed(4), 2 * DRAWN_AT_ONCE + 3
     logits = torch.randn(count, 50, generator=generator)
     request, position = torch.arange(count), torch.randint(700, (count,), generator=generator)
-    whole = sample(logits, 1.3, 20, 0.9, 11, request, position)
-    for order in ([*range(count)][::-1], [3], [1, 4], [count - 1]):
-        part = sample(logits[order], 1.3, 20, 0.9, 11, request[order], position[order])
-        assert torch.equal(part, whole[order])
+    seen = torch.randint(5, (count, 50), dtype=torch.int32, generator=generator)
+    drawn = choice(1.3, 20, 0.9, 11).model_copy(update={"repetition_penalty": 1.4, "frequency_penalty": 0.3})
+    for how in (drawn, drawn.model_copy(update={"temperature": 0.0})):
+        whole = sample(logits, how, request, position, seen)
+        for order in ([*range(count)][::-1], [3], [1, 4], [count - 1]):
+            part = sample(logits[order], how, request[order], position[order], seen[order])
+            assert torch.equal(part, whole[order])
 
 
 def test_seed_request_and_position_each_change_the_tokens() -> None:
     logits, count = torch.zeros(1000), torch.arange(64)
     same = torch.zeros_like(count)
     lines = [
-        sample(logits.expand(64, -1), 1.0, 0, 1.0, seed, request, position)
+        sample(logits.expand(64, -1), choice(1.0, 0, 1.0, seed), request, position)
         for seed, request, position in ((0, same, count), (1, same, count), (2**40, same, count), (0, count, same))
     ]
     for i, line in enumerate(lines):
@@ -182,16 +198,16 @@ def test_greedy_takes_the_lowest_id_of_a_tie() -> None:
     logits = torch.tensor([[0.0, 3.0, 3.0, 1.0], [5.0, 5.0, 5.0, 5.0], [-2.0, -1.0, -4.0, -1.5]])
     counters = torch.arange(3), torch.arange(3)
     expected = torch.tensor([1, 0, 1])
-    assert torch.equal(sample(logits, 0.0, 0, 1.0, 0, *counters), expected)
-    assert torch.equal(sample(logits, 0.0, 2, 0.1, 0, *counters), expected)
-    assert torch.equal(sample(logits, 1.0, 1, 1.0, 0, *counters), expected)
+    assert torch.equal(sample(logits, choice(0.0, 0, 1.0, 0), *counters), expected)
+    assert torch.equal(sample(logits, choice(0.0, 2, 0.1, 0), *counters), expected)
+    assert torch.equal(sample(logits, choice(1.0, 1, 1.0, 0), *counters), expected)
 
 
 @pytest.mark.parametrize("temperature", [1e-3, 1e-30, 1e-300, 5e-324])
 def test_temperature_near_zero_is_greedy(temperature: float) -> None:
     logits = torch.randn(100, 30, generator=torch.Generator().manual_seed(5)) * 10
     counters = torch.zeros(100, dtype=torch.int64), torch.arange(100)
-    assert torch.equal(sample(logits, temperature, 0, 1.0, 0, *counters), logits.argmax(-1))
+    assert torch.equal(sample(logits, choice(temperature, 0, 1.0, 0), *counters), logits.argmax(-1))
 
 
 @pytest.mark.parametrize("temperature", [1e6, 1e300])
@@ -210,3 +226,64 @@ def test_top_p_of_equal_tokens_takes_the_fewest() -> None:
     """Four equal tokens: 0.5 is reached by two of them, a little more needs a third; the lowest ids come first."""
     for top_p, kept in ((0.25, {0}), (0.5, {0, 1}), (0.51, {0, 1, 2}), (1.0, {0, 1, 2, 3})):
         assert set(draw(torch.zeros(4), 400, 1.0, 0, top_p).tolist()) == kept
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"min_p": 0.1},
+        {"min_p": 0.02, "temperature": 1.7},
+        {"top_k": 9, "top_p": 0.8},
+        {"min_p": 0.05, "top_k": 12, "top_p": 0.9, "temperature": 0.6},
+        {"min_p": 1.0},
+    ],
+    ids=str,
+)
+def test_the_distribution_is_that_of_transformers_in_the_order_of_vllm(options: dict[str, float]) -> None:
+    """Temperature, min_p, top_k, top_p, each by transformers' class, in fp64."""
+    how = ChoiceConfig.model_validate({"temperature": 1.0} | options)
+    logits = torch.randn(20, 300, generator=torch.Generator().manual_seed(8)) * 3
+    warpers: list[LogitsProcessor] = [TemperatureLogitsWarper(how.temperature)]
+    warpers += [MinPLogitsWarper(how.min_p)] if how.min_p else []
+    warpers += [TopKLogitsWarper(how.top_k)] if how.top_k else []
+    warpers += [TopPLogitsWarper(how.top_p)] if how.top_p < 1 else []
+    scores = logits.double()
+    for warper in warpers:
+        scores = warper(torch.zeros(20, 1, dtype=torch.int64), scores)
+    torch.testing.assert_close(probabilities(logits, how), torch.softmax(scores, -1), rtol=1e-9, atol=1e-12)
+
+
+def test_the_distribution_follows_penalties_and_biases() -> None:
+    """Also at temperature 0, where it is one token."""
+    logits = torch.randn(2, 60, generator=torch.Generator().manual_seed(9))
+    penalties = {"repetition_penalty": 1.5, "frequency_penalty": 0.4, "presence_penalty": 0.2, "logit_bias": {3: 6.0}}
+    seen = tokens_seen([[1, 2, 3], [4]], 60, torch.device("cpu"))
+    for newest in ([5, 5], [5, 6]):
+        count_newest(seen, torch.tensor(newest))
+    how = ChoiceConfig.model_validate({"temperature": 0.7, "min_p": 0.01} | penalties)
+    plain = ChoiceConfig(temperature=0.7, min_p=0.01)
+    assert torch.equal(probabilities(logits, how, seen), probabilities(adjusted_ref(logits, how, seen), plain))
+    greedy = how.model_copy(update={"temperature": 0.0})
+    best = adjusted_ref(logits, how, seen).argmax(-1)
+    assert not torch.equal(best, logits.argmax(-1)), "the settings matter"
+    assert probabilities(logits, greedy, seen).tolist() == torch.eye(60)[best].tolist()
+
+
+@pytest.mark.parametrize("options", [{"temperature": 1.2, "min_p": 0.05}, {"temperature": 0.8, "top_p": 0.7}], ids=str)
+def test_tokens_have_the_distribution_after_all_settings(options: dict[str, float]) -> None:
+    """Chi-square of sampled tokens against `probabilities`, with penalties."""
+    count = 20_000
+    how = ChoiceConfig.model_validate(options | {"repetition_penalty": 1.4, "presence_penalty": 0.3, "seed": 5})
+    logits = (torch.randn(1, 25, generator=torch.Generator().manual_seed(12)) * 2).expand(count, -1)
+    seen = tokens_seen([[1, 2, 3, 4, 5]], 25, torch.device("cpu"))
+    count_newest(seen, torch.tensor([8]))
+    expected = probabilities(logits[:1], how, seen)[0] * count
+    found = torch.bincount(
+        sample(logits, how, torch.zeros(count, dtype=torch.int64), torch.arange(count), seen.expand(count, -1)),
+        minlength=25,
+    )
+    assert not found[expected == 0].any()
+    kept = expected > 0
+    chi2 = float(((found - expected)[kept].square() / expected[kept]).sum())
+    freedom = max(int(kept.sum()) - 1, 1)
+    assert chi2 < freedom + 5 * math.sqrt(2 * freedom) + 5

@@ -46,6 +46,20 @@ def single(make_prompt: Any, length: int, threshold: float) -> dict[str, Any]:
     }
 
 
+def sampled(make_prompt: Any) -> dict[str, Any]:
+    """Two requests that are sampled with every setting."""
+    return {
+        "name": "sampled",
+        "threshold": 0.0,
+        "prompts": [make_prompt(length, seed=length) for length in (130, 61)],
+        "max_new_tokens": [9, 9],
+        "sampling": {
+            "temperature": 1.4, "top_k": 90, "top_p": 0.97, "min_p": 0.01, "repetition_penalty": 1.2,
+            "frequency_penalty": 0.5, "presence_penalty": 0.3, "logit_bias": {7: 3.0, 40: -100.0}, "seed": 6,
+        },
+    }  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def batches(make_prompt: Any, oracle: Any, is_full_tier: bool) -> dict[str, dict[str, Any]]:
     """A ragged batch at each lambda, once ended by length alone and once by a token that a request emits early."""
@@ -66,6 +80,7 @@ def results(run_ranks: Any, make_prompt: Any, batches: dict[str, dict[str, Any]]
     def cases(world_size: int, mode: str) -> list[dict[str, Any]]:
         found = [single(make_prompt, *case) for case in single_cases(world_size, mode, is_full_tier)]
         found += [case for case in batches.values() if world_size < 4 or "eos" not in case or not is_full_tier]
+        found.append(sampled(make_prompt))
         return [case for case in found if mode != "off" or case["threshold"] == 0.0]
 
     return {
@@ -121,6 +136,14 @@ def test_off_gives_the_oracles_tokens(results: Results, oracle: Any, make_prompt
         assert run["tokens"] == expected
         assert run["reasons"] == ["length"]
         assert run["hits"] == []
+
+
+def test_sampled_tokens_are_the_same_on_any_number_of_processes(results: Results) -> None:
+    """With penalties and biases; lambda is 0, so that every mode computes full attention."""
+    first, *others = [run["tokens"] for run in runs_of(results, "sampled", ("off", "simulated", "paired"))]
+    assert len(others) >= 3
+    assert all(tokens == first for tokens in others)
+    assert len({*first[0], *first[1]}) > 4, "they were not chosen greedily"
 
 
 @pytest.mark.parametrize(("length", "threshold"), fast(list(itertools.product(LENGTHS, THRESHOLDS)), FAST_CASES))

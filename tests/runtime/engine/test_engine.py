@@ -36,7 +36,7 @@ from alspec.models.llama import Shard
 from alspec.runtime.distributed import transport as transport_module
 from alspec.runtime.distributed.agreement import fingerprint, shared_settings
 from alspec.runtime.distributed.placement import Placement
-from alspec.runtime.engine import composition
+from alspec.runtime.engine import composition, prompt_pass
 from alspec.runtime.engine import engine as engine_module
 from alspec.runtime.engine.engine import Engine
 from alspec.runtime.engine.generation import Generation, Token
@@ -236,7 +236,7 @@ def test_a_generation_in_another_thread_waits_for_the_current_step(
 ) -> None:
     """Both would write to one cache: the first one its prompt, while the second one decodes."""
     expected = [token.text for token in engine.stream("It was a", SAMPLING)]
-    prefill, has_begun = engine_module.prefill, threading.Event()
+    prefill, has_begun = prompt_pass.prefill, threading.Event()
     found: list[str] = []
     second = threading.Thread(target=lambda: found.extend(token.text for token in engine.stream("It was a", SAMPLING)))
 
@@ -247,7 +247,7 @@ def test_a_generation_in_another_thread_waits_for_the_current_step(
             second.join(timeout=0.5)
         return prefill(*args, **options)
 
-    monkeypatch.setattr(engine_module, "prefill", slow_prefill)
+    monkeypatch.setattr(prompt_pass, "prefill", slow_prefill)
     first = engine.stream("The road", SAMPLING)
     next(first)
     second.join(timeout=30)

@@ -158,7 +158,7 @@ def test_an_abandoned_prompt_leaves_what_it_began_with(turbo_folder: Path, make_
     engine, first = engine_of(turbo_folder, kv_cache=codec), make_prompt(150, 0)
     answers(engine, first)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("alspec.runtime.engine.engine.prefill", _interrupt)
+        patch.setattr("alspec.runtime.engine.prompt_pass.prefill", _interrupt)
         with pytest.raises(KeyboardInterrupt):
             answers(engine, [*first, 1, 2, 3])
     answers(engine, first)

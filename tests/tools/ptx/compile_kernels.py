@@ -27,7 +27,7 @@ from alspec.kernels.kv_codec.quantised_layer import PER_HEAD
 from alspec.kernels.linear import gemv_tile, mma_tile, projections, push
 from alspec.kernels.norm import residual
 from alspec.kernels.prompt import prompt_kernels
-from alspec.kernels.sampling import next_token, sampler
+from alspec.kernels.sampling import adjustment, logprobs, next_token, sampler
 from alspec.kernels.speculation import collective_handover, handover, roles
 from alspec.launch.bench import bench_reading
 
@@ -49,6 +49,8 @@ FAST = {
     *("prefill, head 64", "reading alone", "add_rms_norm", "rotate_heads", "silu_mul", "qkv, long rows"),
     *("qkv, gated, tp 4, batch 8", "gate_up, gated, tp 4, batch 8", "o, tp 4, batch 8"),
 }
+NO_LOGPROBS = dict.fromkeys(["logits_ptr", "log_sums_ptr", "top_ptr", "logprobs_ring_ptr"])
+NO_LOGPROBS |= {"V": 0, "TOP": 0, "TOP_PAD": 0}
 SCALARS = {"qk_scale": "fp32", "eps": "fp32", "timeout_ns": "i64", "threshold2": "fp32"}
 DIVISIBLE = {"capacity", "chunk_size"}
 
@@ -335,7 +337,7 @@ def decode_step(capability: int, tp_size: int, batch_size: int, gate: bool = Fal
     no_tail = dict.fromkeys(["tail_ptr", "tail_scale_ptr"])
     rows, how = tile(mlp, hidden, 2)
     gate_up = stream | {"I": mlp, "ROWS": rows} | how | loops(mlp // rows, 4 * per_sm)
-    finish = {"C": 128, "B": batch_size, "RING_STEPS": 16, "RING_HEADER": 2, "HITS": 1} | pdl
+    finish = {"C": 128, "B": batch_size, "RING_STEPS": 16, "RING_HEADER": 2, "HITS": 1} | NO_LOGPROBS | pdl
     finish |= dict.fromkeys(["sampled_ptr", "hits_ptr", "hits_ring_ptr"])
     # Paired ranks over collectives have gates, but push nothing and read no verdict.
     no_packets = {
@@ -388,18 +390,24 @@ def long_rows(capability: int) -> dict[str, Any]:
 
 
 def sampled(capability: int, vocab_size: int = 128256) -> dict[str, Any]:
-    """The kernels that sample a token, with every cut."""
+    """The kernels that choose a token: every cut, with and without min_p, biases, penalties and log probabilities."""
     blocks = -(-vocab_size // 1024)
     scale = 2.0 ** (62 - (vocab_size - 1).bit_length())
     shape = {"TABLES": 7, "SCALE": scale, "C": blocks, "C_PAD": triton.next_power_of_2(blocks), "BLOCK": 1024}
-    shape |= {"PDL": capability >= 90}
+    shape |= {"PDL": capability >= 90, "MIN_P": False}
     types = {"shares_ptr": "*fp64", "numbers_ptr": "*i64", "counts_ptr": "*i32", "weights_ptr": "*i64"}
-    types |= {"state_ptr": "*i64", "tokens_ptr": "*i64"}
+    types |= {"state_ptr": "*i64", "tokens_ptr": "*i64", "penalties_ptr": "*fp64", "bias_ptr": "*fp64"}
+    types |= {"seen_ptr": "*i32", "num_top_ptr": "*i32", "block_keys_ptr": "*i64", "top_ptr": "*i64"}
+    types |= {"sampled_ptr": "*i64", "logprobs_ring_ptr": "*i64"}
 
-    def compiled(kernel: Any, **constants: Any) -> Any:
-        return variant(capability, kernel, 8, shape | constants, **types)
+    def compiled(kernel: Any, num_warps: int = 8, fuses: bool = True, **constants: Any) -> Any:
+        constants = {name: value for name, value in (shape | constants).items() if name in kernel.arg_names}
+        return variant(capability, kernel, num_warps, constants, fuses, **types)
 
     top_k, top_p, draw = (int(cut.value) for cut in (sampler.TOP_K, sampler.TOP_P, sampler.DRAW))
+    finish = {"C": 128, "B": 8, "RING_STEPS": 16, "RING_HEADER": 2, "HITS": 1, "hits_ptr": None, "hits_ring_ptr": None}
+    finish |= {"V": vocab_size, "TOP": 20, "TOP_PAD": 32}
+    min_p = {"MIN_P": True}
     return {
         "sampling, first digit": compiled(sampler._first_digit_kernel, BY_COUNT=True),
         "sampling, second of top_k": compiled(sampler._next_digit_kernel, TABLE=1, CUT=top_k, CUT_BEFORE=None),
@@ -408,6 +416,20 @@ def sampled(capability: int, vocab_size: int = 128256) -> dict[str, Any]:
         "sampling, third of top_k": compiled(sampler._next_digit_kernel, TABLE=2, CUT=top_k, CUT_BEFORE=None),
         "sampling, third drawn": compiled(sampler._next_digit_kernel, TABLE=6, CUT=draw, CUT_BEFORE=top_p),
         "sampling, token": compiled(sampler._token_kernel),
+        "sampling, first digit, min_p": compiled(sampler._first_digit_kernel, BY_COUNT=True, **min_p),
+        "sampling, second of top_p, min_p": compiled(
+            sampler._next_digit_kernel, TABLE=3, CUT=top_p, CUT_BEFORE=top_k, **min_p
+        ),
+        "sampling, third drawn, min_p": compiled(
+            sampler._next_digit_kernel, TABLE=6, CUT=draw, CUT_BEFORE=top_p, **min_p
+        ),
+        "sampling, token, min_p": compiled(sampler._token_kernel, **min_p),
+        "sampling, biases": compiled(adjustment._adjust_logits_kernel, fuses=False, seen_ptr=None),
+        "sampling, penalties": compiled(adjustment._adjust_logits_kernel, fuses=False, bias_ptr=None),
+        "sampling, biases and penalties": compiled(adjustment._adjust_logits_kernel, fuses=False),
+        "sampling, log probabilities of blocks": compiled(logprobs._block_logprobs_kernel),
+        "sampling, log probabilities": compiled(logprobs._top_logprobs_kernel, num_warps=4),
+        "sampling, finish_step": compiled(next_token._finish_step_kernel, num_warps=1, **finish),
     }
 
 

@@ -1,8 +1,8 @@
 """One rank of the several-process tests: runs every case of a spec and writes its record.
 
 Run as `step_worker.py FOLDER` with torchrun's variables except MASTER_PORT; reads FOLDER/spec.json, writes
-FOLDER/rank{RANK}.json. A case has a name, a threshold, prompts, `max_new_tokens` of each request, `eos`, and `slow_us`,
-a delay of full attention and post-attention.
+FOLDER/rank{RANK}.json. A case has a name, a threshold, prompts, `max_new_tokens` of each request, and perhaps `eos`,
+`sampling`, and `slow_us`, a delay of full attention and post-attention.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def run_case(engine: Engine, case: dict[str, Any]) -> dict[str, Any]:
     prompts = case["prompts"]
     engine.load(len(prompts), engine.check_prompts(prompts, max(case["max_new_tokens"])))
     engine.decode_step.speculate(case["threshold"])
-    samplings = [SamplingConfig(max_new_tokens=limit) for limit in case["max_new_tokens"]]
+    settings = case.get("sampling", {})
+    samplings = [SamplingConfig(max_new_tokens=limit, **settings) for limit in case["max_new_tokens"]]
     requests = [
         Request(ids, IdDecoder(), sampling, case.get("eos", ()))
         for ids, sampling in zip(prompts, samplings, strict=True)

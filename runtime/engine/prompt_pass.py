@@ -1,0 +1,55 @@
+"""Prompts of one generation: each is processed once, behind what the cache still holds of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from alspec.models.llama import Llama
+from alspec.runtime.cache.codecs import Cache
+from alspec.runtime.decode.hooks import OperationHook
+from alspec.runtime.decode.prefill import prefill
+from alspec.runtime.distributed.transport import Transport
+from alspec.runtime.engine.generation import Generation
+from alspec.runtime.engine.kept_prefix import KeptPrefix
+
+__all__ = ["process_prompts"]
+
+
+def process_prompts(
+    model: Llama,
+    cache: Cache,
+    kept: KeptPrefix,
+    transport: Transport,
+    generation: Generation,
+    operation: OperationHook,
+    progress: Callable[[int], None] | None,
+) -> tuple[Tensor, Tensor]:
+    """Process all prompts of a generation into the cache.
+
+    Args:
+        kept: updated.  progress: called now and then with the prompt tokens done so far.
+    Returns:
+        Logits after each prompt [B, V], and what `choose_tokens` takes of the layers, summed over the prompts.
+    """
+    parts: list[tuple[Tensor, Tensor]] = []
+    done = 0
+    for index, request in enumerate(generation.requests):
+        if progress is not None:
+            progress(done)
+        in_prompt = None if progress is None else lambda tokens, before=done: progress(before + tokens)
+        ids, start = request.prompt_ids, generation.reused_tokens[index]
+        first_answer = index - index % generation.num_answers
+        if index > first_answer:  # another answer to the same prompt
+            kept.cut(index, 0)
+            cache.copy_prompt(first_answer, index)
+            parts.append(parts[first_answer])
+        else:
+            kept.cut(index, start)
+            parts.append(prefill(model, cache, transport, index, ids, operation, progress=in_prompt, start=start))
+        kept.wrote_prompt(index, ids)
+        done += len(ids)
+    logits, layer_sums = zip(*parts, strict=True)
+    return torch.cat(logits), torch.stack(layer_sums).sum(0)
