@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from alspec.config import EngineConfig, SamplingConfig, SpeculationConfig
     from alspec.errors import AlspecError, BadNumbersError, DoesNotFitError, RankFailureError, UserError
     from alspec.runtime.engine.engine import Engine
-    from alspec.runtime.engine.generation import Completion, Token
+    from alspec.runtime.engine.generation import Completion, Token, TokenLogprobs
 
 __all__ = [
     "AlspecError",
@@ -25,6 +25,7 @@ __all__ = [
     "SamplingConfig",
     "SpeculationConfig",
     "Token",
+    "TokenLogprobs",
     "UserError",
 ]
 
@@ -39,6 +40,7 @@ _MODULES = {
     "SamplingConfig": "alspec.config",
     "SpeculationConfig": "alspec.config",
     "Token": "alspec.runtime.engine.generation",
+    "TokenLogprobs": "alspec.runtime.engine.generation",
     "UserError": "alspec.errors",
 }
 

@@ -86,7 +86,8 @@ def plan_memory(
     activations = tokens * (4 * 4 * hidden + dtype.itemsize * 2 * qkv_rows) + widest
     # The first token, and the tokens of eager steps, may be sampled by sorting.
     activations = max(activations, DRAW_BYTES * min(batch_size, DRAWN_AT_ONCE) * config.vocab_size)
-    logits = 3 * 4 * batch_size * config.vocab_size
+    # Logits, and what penalties may need for each: the adjusted logit, and how often its token occurred.
+    logits = (3 + 2) * 4 * batch_size * config.vocab_size
     # Packets of 8 bytes: every rank's partial sums of every all-reduce, and all logits. `symm` keeps them on the GPU;
     # `host` needs as many for a rank's own. Which transport works is known only when ranks are connected.
     words = 2 * config.num_layers * tp_size * hidden if tp_size > 1 else 0

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from alspec.config import SamplingConfig
+from alspec.config import SamplingConfig, SpeculationConfig
 from alspec.errors import UserError
 from alspec.runtime.engine import prompt_pass
 from alspec.runtime.engine.engine import Engine
@@ -148,3 +148,29 @@ def test_token_ids_outside_the_vocabulary_are_refused(engine: Engine, options: d
     with pytest.raises(UserError) as caught:
         engine.generate(PROMPT, **options)
     assert str(caught.value) == message
+
+
+@pytest.mark.gpu
+def test_a_captured_graph_gives_the_answers_of_eager_steps(turbo_folder: Path) -> None:
+    """With every setting, and again with others of the same kinds. Lambda is 0, so `simulated` is eager attention."""
+    found = []
+    for mode in ("off", "simulated"):
+        speculation = SpeculationConfig(mode=mode, threshold=0.0)
+        with Engine.from_pretrained(turbo_folder, dtype="fp32", speculation=speculation) as engine:
+            assert engine.device.type == "cuda"
+            for more in ({"logit_bias": {7: 2.0}}, {"logit_bias": {9: 1.0, 7: -5.0}, "seed": 8, "min_p": 0.02}):
+                options = SAMPLED | PENALTIES | {"min_p": 0.01, "top_p": 0.95, "n": 2, "logprobs": 3} | more
+                found.append(answers(engine, [LONGER, PROMPT], **options))
+            greedy = {"max_new_tokens": 10, "ignore_eos": True, "logprobs": 2}
+            found.append(answers(engine, [LONGER, PROMPT], **PENALTIES, **greedy))
+            assert engine.uses_graph == (mode == "off")
+    assert found[0] != found[1]
+    for captured, eager in zip(found[:3], found[3:], strict=True):
+        assert [each.token_ids for each in captured] == [each.token_ids for each in eager]
+        for one, other in zip(captured, eager, strict=True):
+            assert one.logprobs is not None
+            assert other.logprobs is not None
+            for ours, reference in zip(one.logprobs, other.logprobs, strict=True):
+                assert [token for token, _ in ours.top] == [token for token, _ in reference.top]
+                values = [[each.logprob, *(value for _, value in each.top)] for each in (ours, reference)]
+                torch.testing.assert_close(*map(torch.tensor, values), rtol=1e-3, atol=1e-3)

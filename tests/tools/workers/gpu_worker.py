@@ -17,7 +17,10 @@ from alspec.runtime.decode.decode_step import StepRecord
 from alspec.runtime.engine.engine import Engine
 from alspec.runtime.faults.guard import guarded
 
-WARM = SamplingConfig(max_new_tokens=12, ignore_eos=True, temperature=0.8, top_k=40, top_p=0.9, seed=5)
+WARM = SamplingConfig(
+    max_new_tokens=12, ignore_eos=True, temperature=0.8, top_k=40, top_p=0.9, seed=5, min_p=0.01,
+    repetition_penalty=1.1, frequency_penalty=0.2, presence_penalty=0.1, logit_bias={7: 1.5},
+)  # fmt: skip
 
 
 def checked_step(self: CapturedStep, *args: object) -> StepRecord:
