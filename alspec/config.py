@@ -31,6 +31,7 @@ __all__ = [
     "SHORT_DTYPES",
     "QUANTISED_CODECS",
     "BenchConfig",
+    "ChatConfig",
     "ChoiceConfig",
     "CommandConfig",
     "DType",
@@ -331,6 +332,18 @@ class GenerateConfig(CommandConfig, EngineConfig, SamplingConfig):
         if self.chat and self.prompt_ids is not None:
             raise ValueError("chat needs a text prompt: prompt_ids are used as they are")
         return self
+
+
+class ChatConfig(CommandConfig, EngineConfig, SamplingConfig):
+    """Settings of `launch/chat.py`."""
+
+    max_context: Annotated[_Int | None, BeforeValidator(_thousands)] = Field(
+        default=None,
+        ge=1,
+        description="tokens that a conversation can have; default: the model's positions, or as many as fit",
+    )
+    max_new_tokens: _Int = Field(default=1024, ge=1, description="most tokens of an answer; fewer if fewer fit")
+    system: str | None = Field(default=None, description="system message")
 
 
 class LatencyConfig(CommandConfig, EngineConfig, ChoiceConfig):

@@ -7,7 +7,7 @@ import json
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -282,7 +282,7 @@ class Engine:
         *,
         progress: Callable[[int], None] | None = None,
         **options: Any,
-    ) -> Iterator[Token]:
+    ) -> Generator[Token, None, None]:
         """Generate from a prompt, or from several at once, the same on every rank, loading the model on first use.
 
         A generator: nothing happens, and no error is raised, before its first token is asked for.
