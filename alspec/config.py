@@ -251,7 +251,7 @@ class EngineConfig(_Schema):
     max_context: Annotated[_Int | None, BeforeValidator(_thousands)] = Field(
         default=None,
         ge=1,
-        description="tokens that the cache can hold, such as 4096 or 128k; default: as many as needed",
+        description="tokens that the cache can hold, such as 4096 or 128k; default: as many as needed; chat: as fit",
     )
     verify_checksums: bool = Field(default=False, description="first compare the model folder with its SHA256SUMS")
 
@@ -337,11 +337,6 @@ class GenerateConfig(CommandConfig, EngineConfig, SamplingConfig):
 class ChatConfig(CommandConfig, EngineConfig, SamplingConfig):
     """Settings of `launch/chat.py`."""
 
-    max_context: Annotated[_Int | None, BeforeValidator(_thousands)] = Field(
-        default=None,
-        ge=1,
-        description="tokens that a conversation can have; default: the model's positions, or as many as fit",
-    )
     max_new_tokens: _Int = Field(default=1024, ge=1, description="most tokens of an answer; fewer if fewer fit")
     system: str | None = Field(default=None, description="system message")
 

@@ -350,7 +350,7 @@ class Engine:
             # A call that was interrupted may have ended at another token on each rank.
             of_ranks = map(json.loads, self.agreement.exchange(json.dumps(self._kept.reusable(prompts))))
             reused = [min(of_request) for of_request in zip(*of_ranks, strict=True)]
-        number = self._own(Generation(self._requests(prompts, sampling), reused))
+        number = self._own(Generation(self._requests(prompts, sampling), reused_tokens=reused))
         return number, sampling, [notice] if notice else []
 
     def _own(self, generation: Generation) -> int:

@@ -175,6 +175,7 @@ class Terminal:
         self.shown = ""
 
     def type(self, keys: str) -> None:
+        time.sleep(0.3)  # Python's readline misses a signal that comes before it waits for keys
         self.shown = ""
         os.write(self.fd, keys.encode())
 
