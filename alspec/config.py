@@ -42,6 +42,7 @@ __all__ = [
     "SHORT_DTYPES",
     "QUANTISED_CODECS",
     "BenchConfig",
+    "ChatConfig",
     "ChoiceConfig",
     "CommandConfig",
     "DType",
@@ -144,7 +145,7 @@ class EngineConfig(Schema):
     max_context: Context | None = Field(
         default=None,
         ge=1,
-        description="tokens that the cache can hold, such as 4096 or 128k; default: as many as needed",
+        description="tokens that the cache can hold, such as 4096 or 128k; default: as many as needed; chat: as fit",
     )
     verify_checksums: bool = Field(default=False, description="first compare the model folder with its SHA256SUMS")
 
@@ -257,6 +258,13 @@ class GenerateConfig(CommandConfig, EngineConfig, SamplingConfig):
         if self.chat and self.prompt_ids is not None:
             raise ValueError("chat needs a text prompt: prompt_ids are used as they are")
         return self
+
+
+class ChatConfig(CommandConfig, EngineConfig, SamplingConfig):
+    """Settings of `launch/chat.py`."""
+
+    max_new_tokens: _Int = Field(default=1024, ge=1, description="most tokens of an answer; fewer if fewer fit")
+    system: str | None = Field(default=None, description="system message")
 
 
 class LatencyConfig(CommandConfig, EngineConfig, ChoiceConfig):

@@ -15,6 +15,7 @@ __all__ = [
     "DoesNotFitError",
     "InterruptedJobError",
     "RankFailureError",
+    "TerminatedJobError",
     "UserError",
     "one_line",
     "print_error",
@@ -40,6 +41,7 @@ class DoesNotFitError(AlspecError):
     """Weights, cache and buffers need more memory than is available."""
 
     exit_code = 3
+    largest_context: int | None = None  # tokens for which they would fit, where that is known
 
 
 class BadNumbersError(AlspecError):
@@ -62,6 +64,12 @@ class InterruptedJobError(AlspecError):
     """Ctrl-C on this rank or another one. The exit code is the one that shells use."""
 
     exit_code = 130
+
+
+class TerminatedJobError(InterruptedJobError):
+    """SIGTERM on all ranks. The exit code is the one that shells use."""
+
+    exit_code = 143
 
 
 def one_line(error: Exception) -> str:

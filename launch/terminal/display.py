@@ -17,7 +17,7 @@ from rich.table import Table
 from alspec.runtime.engine.generation import Token
 from alspec.runtime.engine.memory import GIB
 
-__all__ = ["Printer", "StatusLine", "print_panel", "shows_color", "use_utf8"]
+__all__ = ["Printer", "StatusLine", "print_panel", "print_turn", "shows_color", "use_utf8"]
 
 
 class StatusLine:
@@ -141,6 +141,17 @@ def print_panel(summary: dict[str, Any]) -> None:
     else:
         for name, value in _rows(summary):
             print(f"{name}: {value}", file=sys.stderr)
+
+
+def print_turn(summary: dict[str, Any], note: str | None) -> None:
+    """One line about an answer of a conversation, on stderr; dim on a terminal."""
+    (prompt,), (reused,), (new,) = summary["prompt_tokens"], summary["reused_tokens"], summary["new_tokens"]
+    parts = [f"prompt {prompt} tokens, {reused} kept from before", f"first token {summary['ttft_ms']:.0f} ms"]
+    parts.append(f"{new} tokens" if summary["tokens_per_s"] is None else f"{new} at {summary['tokens_per_s']:.1f}/s")
+    if summary["hit_rate"] is not None:
+        parts.append(f"hit rate {100 * summary['hit_rate']:.1f} %")
+    line = "; ".join([*parts, note] if note else parts)
+    Console(stderr=True, highlight=False, soft_wrap=True).print(f"[{line}]", style="dim", markup=False)
 
 
 def _mode(summary: dict[str, Any]) -> list[str]:

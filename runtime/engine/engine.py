@@ -7,7 +7,7 @@ import json
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -291,7 +291,7 @@ class Engine:
         *,
         progress: Callable[[int], None] | None = None,
         **options: Any,
-    ) -> Iterator[Token]:
+    ) -> Generator[Token, None, None]:
         """Generate from a prompt, or from several at once, the same on every rank, loading the model on first use.
 
         A generator: nothing happens, and no error is raised, before its first token is asked for.
@@ -364,7 +364,8 @@ class Engine:
             # A call that was interrupted may have ended at another token on each rank.
             of_ranks = map(json.loads, self.agreement.exchange(json.dumps(self._kept.reusable(prompts))))
             reused = [min(of_request) for of_request in zip(*of_ranks, strict=True)]
-        number = self._own(Generation(self._requests(prompts, sampling), reused, num_answers=sampling.n))
+        made = Generation(self._requests(prompts, sampling), num_answers=sampling.n, reused_tokens=reused)
+        number = self._own(made)
         return number, sampling, [notice] if notice else []
 
     def _own(self, generation: Generation) -> int:

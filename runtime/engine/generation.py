@@ -161,13 +161,13 @@ class Generation:
     """A batch and everything measured while it ran."""
 
     requests: list[Request]
-    # Tokens of each prompt that the cache still held, default none: prefill begins behind them.
-    reused_tokens: list[int] = field(default_factory=list)
     prefill_us: float = 0.0  # from the start of prefill to the first token on the host (TTFT)
     # Times of all decode steps. The host times eager steps and the first step; the device times the others.
     step_us: list[float] = field(default_factory=list)
     hits: list[Tensor] = field(default_factory=list)  # every decode step: [L, B] bool
     num_answers: int = 1  # to each prompt; they lie side by side
+    # Tokens of each prompt that the cache still held, default none: prefill begins behind them.
+    reused_tokens: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.reused_tokens = self.reused_tokens or [0] * len(self.requests)

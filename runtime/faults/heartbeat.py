@@ -27,6 +27,7 @@ from alspec.errors import (
     AlspecError,
     InterruptedJobError,
     RankFailureError,
+    TerminatedJobError,
     print_error,
     tell_torchrun,
 )
@@ -59,8 +60,8 @@ class Heartbeat:
     around what other ranks take part in, and call `stop` before the process ends normally. A process that ends without
     `stop` leaves as described in `start`. Ranks that wait for each other in different places forever end with an error.
 
-    If the program has no SIGTERM handler of its own, SIGTERM ends the process after a delay in which the others can
-    show which of them failed. All other signals belong to the program.
+    If the program has no SIGTERM handler of its own, SIGTERM ends the process: at once if all ranks have it, else after
+    a delay in which the others can show which of them failed. All other signals belong to the program.
 
     Args:
         placement: this rank's.
@@ -84,6 +85,7 @@ class Heartbeat:
         self._counter = 0
         self._cause: AlspecError | None = None  # why this process ends; the others repeat it
         self._is_closing = False
+        self._is_terminated = False  # this rank has received SIGTERM
         # This rank closes after an error. A rank that waits for it ends and names this error; this rank continues.
         self._has_failed = False
         self._ended: Literal["", "closed", "unmet", "left"] = ""
@@ -312,6 +314,7 @@ class Heartbeat:
                 "ended": self._ended,
                 "cause": str(self._cause or ""),
                 "interrupted": isinstance(self._cause, InterruptedJobError),
+                "terminated": self._is_terminated,
             }
             self._store.set(self._key(self._placement.rank), json.dumps(beat))
 
@@ -326,6 +329,7 @@ class Heartbeat:
         while not self._stopped.is_set():
             if signal.SIGTERM in self._signals.wait(PERIOD_S if terminated_at is None else 0.1):
                 terminated_at, limit_s = terminated_at or time.monotonic(), TERMINATED_LIMIT_S
+                self._is_terminated = True
             if self._stopped.is_set():
                 return
             lost = None
@@ -340,9 +344,15 @@ class Heartbeat:
                 lost = RankFailureError(STORE_GONE)
             if lost and not self._has_failed and not self._stopped.is_set():
                 self.end_process(lost)
-            if terminated_at is not None and time.monotonic() - terminated_at > TERMINATED_LIMIT_S + 2 * PERIOD_S:
-                print(f"alspec: rank {self._placement.rank} ended by SIGTERM", file=sys.stderr, flush=True)
-                os._exit(128 + signal.SIGTERM)
+            if terminated_at is not None:
+                waited_s = time.monotonic() - terminated_at
+                if self._are_all_terminated() or waited_s > TERMINATED_LIMIT_S + 2 * PERIOD_S:
+                    self.end_process(TerminatedJobError("terminated"))
+
+    def _are_all_terminated(self) -> bool:
+        """Return whether every rank has received SIGTERM: then none of them is the cause of it."""
+        beats = [beat for beat, *_ in self._seen.values()]
+        return len(beats) == self._placement.world_size - 1 and all(beat["terminated"] for beat in beats)
 
     def _is_stuck(self) -> bool:
         """Return whether this rank has waited for others longer than any collective operation can take."""
@@ -440,7 +450,7 @@ def _dead_rank_error(
     # A rank that failed but still waits in `close` is lost only for ranks that wait for it elsewhere.
     if not beat["failed"] or state == "dead" or (is_waiting and not is_closing):
         if beat["interrupted"]:
-            return InterruptedJobError("interrupted")
+            return TerminatedJobError("terminated") if beat["terminated"] else InterruptedJobError("interrupted")
         if beat["cause"]:
             return RankFailureError(beat["cause"])
     if beat["ended"] == "unmet":

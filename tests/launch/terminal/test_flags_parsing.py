@@ -13,14 +13,23 @@ import pytest
 import yaml
 from paths import ROOT
 
-from alspec.config import BenchConfig, CommandConfig, DoctorConfig, EvaluateConfig, GenerateConfig, LatencyConfig
+from alspec.config import (
+    BenchConfig,
+    ChatConfig,
+    CommandConfig,
+    DoctorConfig,
+    EvaluateConfig,
+    GenerateConfig,
+    LatencyConfig,
+)
 from alspec.errors import DoesNotFitError, UserError
-from alspec.launch import bench_kernels, doctor, evaluate, generate, latency
+from alspec.launch import bench_kernels, chat, doctor, evaluate, generate, latency
 from alspec.launch.terminal.flags import Parser, check_picture, parse, parse_command
 from alspec.launch.terminal.output import exit_code
 
 SCHEMAS: dict[ModuleType, type[CommandConfig]] = {
     generate: GenerateConfig,
+    chat: ChatConfig,
     latency: LatencyConfig,
     evaluate: EvaluateConfig,
     doctor: DoctorConfig,

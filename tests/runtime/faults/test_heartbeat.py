@@ -12,19 +12,30 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch.distributed as dist
-from jobs import GONE_WITHIN_S, LONG, default_interrupts, free_port, job, run_failing_program, write_program
+from jobs import (
+    GONE_WITHIN_S,
+    LONG,
+    default_interrupts,
+    free_port,
+    is_running,
+    job,
+    run_failing_program,
+    write_program,
+)
 from tiers import fast
 
 from alspec.errors import RankFailureError
 from alspec.interrupts import interrupts_wait
 from alspec.runtime.distributed.placement import Placement
 from alspec.runtime.faults import guard, heartbeat
+from alspec.runtime.faults.heartbeat import TERMINATED_LIMIT_S
 
 # Number of ranks, mode, the rank that gets the signal, the signal.
 LOST_RANKS = [
@@ -113,14 +124,19 @@ engine.close()
             assert re.fullmatch(rf"alspec: exit 5: rank 1 stalled at step 0, operation .+: {found}", lines[0])
 
 
-@pytest.mark.full
 @pytest.mark.slow
-def test_sigterm_to_torchrun_ends_all_ranks(tiny_folder: Path, tmp_path: Path) -> None:
+def test_sigterm_to_torchrun_ends_all_ranks_at_once(tiny_folder: Path, tmp_path: Path) -> None:
+    """No rank is blamed, and none waits to see which one failed."""
     with job(tmp_path, 2, [*LONG, "--model", str(tiny_folder), "--speculation", "paired"]) as running:
         running.wait_for_tokens()
+        sent_s = time.monotonic()
         running.torchrun.send_signal(signal.SIGTERM)
+        while any(map(is_running, running.ranks.values())):
+            assert time.monotonic() - sent_s < TERMINATED_LIMIT_S, running.stderr
+            time.sleep(0.02)
         assert running.seconds_until_gone() < GONE_WITHIN_S
         assert running.torchrun.returncode != 0
+        assert running.lines == ["alspec: exit 143: terminated"] * 2, running.stderr
 
 
 def test_an_interrupt_during_a_read_of_weights_is_published_at_once() -> None:
