@@ -135,9 +135,7 @@ def open_engine(threshold: float = 0.0, chunk: int = 128, **options: Any) -> Eng
         UserError: an option that does not exist, has a wrong value, or is `speculation`.
     """
     if "speculation" in options:
-        raise UserError(
-            "lm-eval: speculation: expected threshold: 0 for full attention, more for simulated; leave it out"
-        )
+        raise UserError("lm-eval: speculation: leave it out; threshold 0 is full attention, more is simulated")
     mode = "simulated" if threshold else "off"
     engine = Engine.from_pretrained(speculation={"mode": mode, "threshold": threshold, "chunk_size": chunk}, **options)
     applied = None if engine.checkpoint is None else notice_of_settings(model_path(engine.config))
