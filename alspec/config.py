@@ -368,9 +368,10 @@ class EvaluateConfig(CommandConfig, EngineConfig):
     """Settings of `launch/evaluate.py`."""
 
     text: _Path | None = Field(default=None, description=".txt, or .jsonl / .jsonl.xz with a 'text' field; required")
-    contexts: _Several[_Tokens] = Field(
-        default=(1024, 8192),
-        description="lengths in tokens of the windows for bits per byte, and of the needle prompts",
+    contexts: _Several[_Tokens] | None = Field(
+        default=None,
+        description="lengths in tokens of the windows for bits per byte, and of the needle prompts; default: those of "
+        "1k,8k that the model has positions for",
     )
     windows: _Int = Field(default=16, ge=0, description="windows of the longest context to score; 0: no bits per byte")
     recall: _Int = Field(

@@ -33,7 +33,7 @@ from alspec.launch.evaluate_tasks import (
 )
 from alspec.launch.plots.plot_quality import draw, threshold_name
 from alspec.launch.terminal.display import StatusLine
-from alspec.launch.terminal.flags import Parser, check_picture, check_positions, check_writable, parse_command
+from alspec.launch.terminal.flags import Parser, check_picture, check_positions, check_writable, notify, parse_command
 from alspec.launch.terminal.output import append_rows, exit_code, writing
 from alspec.models.checkpoint.source import model_name
 from alspec.runtime.decode.eager_step import WARM_UP_TOKENS
@@ -53,6 +53,7 @@ EPILOG = (
     "--norm-corrections on,off, or --value-quantisers codebook,uniform. "
     "Only --baselines uses --threshold: the hit rates at this lambda choose the fixed layers."
 )
+CONTEXTS = (1024, 8192)  # without --contexts
 # In the baseline of fixed layers, a layer always speculates if its measured hit rate is above this (ALSpec, Figure 2).
 FIXED_LAYER_HIT_RATE = 0.8
 
@@ -72,8 +73,6 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(config: EvaluateConfig, command: str) -> int:
     _check(config)
-    contexts = sorted(set(config.contexts))
-    _check_baselines(config, contexts[-1])
     caches = _caches(config)
     assert config.text is not None  # checked above
     text = read_text(config.text)
@@ -81,7 +80,8 @@ def _run(config: EvaluateConfig, command: str) -> int:
     speculation = config.speculation.model_copy(update={"mode": "simulated"})
     exact = {"kv_cache": "bf16", "kv_protect": 0, "softmax": "exact"}
     engine = Engine(config.model_copy(update={"speculation": speculation, **exact}))
-
+    contexts = _contexts(config, engine)
+    _check_baselines(config, contexts[-1])
     with guarded(engine.heartbeat, "Lower --contexts, or use more ranks"):
         return _evaluate(engine, config, _tasks(engine, config, contexts, text), caches, command)
 
@@ -129,6 +129,18 @@ def _check_effects(config: EvaluateConfig) -> None:
     for name, (has_effect, reason) in effects.items():
         if given[name] != default[name] and not has_effect:
             raise UserError(f"flags: --{name.replace('_', '-')}: {reason}, or leave it out")
+
+
+def _contexts(config: EvaluateConfig, engine: Engine) -> list[int]:
+    """Lengths to measure, in ascending order; by default those of `CONTEXTS` that fit, or the model's own length."""
+    if config.contexts is not None:
+        return sorted(set(config.contexts))
+    limit = engine.model_config.longest_context
+    contexts = [context for context in CONTEXTS if context <= limit] or [limit]
+    if contexts != list(CONTEXTS) and engine.placement.rank == 0:
+        measured = ", ".join(map(str, contexts))
+        notify([f"the model has {limit} positions: measuring contexts of {measured} tokens; --contexts names others"])
+    return contexts
 
 
 def _check_baselines(config: EvaluateConfig, longest: int) -> None:
