@@ -386,6 +386,12 @@ class EvaluateConfig(CommandConfig, EngineConfig):
         description="prompts for each context and depth: with a needle in the demo checkpoint's format, and with a "
         "pair of --records",
     )
+    answers: _Int = Field(
+        default=0,
+        ge=0,
+        description="prompts for each context, whose greedy answers by full attention are compared with the choices "
+        "under each lambda, token by token",
+    )
     depths: _Several[_Share] = Field(
         default=(0.0, 0.25, 0.5, 0.75, 1.0),
         description="positions of the needle in its prompt, from 0 (start) to 1 (end)",
