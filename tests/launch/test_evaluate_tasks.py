@@ -213,7 +213,30 @@ def test_answers_agree_as_far_as_greedy_decoding_does(monkeypatch: pytest.Monkey
     monkeypatch.setattr(evaluate_tasks, "ANSWER_TOKENS", 16)
     text = (tmp_path / "text.txt", tmp_path / "rows.jsonl")
     # Without rhyme or reason, so that near and far tokens suggest different ones.
-    words = "the old man walked down a road and nobody knew him in village of green hills 7 19 42 when night fell".split()
+    words = [
+        "the",
+        "old",
+        "man",
+        "walked",
+        "down",
+        "a",
+        "road",
+        "and",
+        "nobody",
+        "knew",
+        "him",
+        "in",
+        "village",
+        "of",
+        "green",
+        "hills",
+        "7",
+        "19",
+        "42",
+        "when",
+        "night",
+        "fell",
+    ]
     text[0].write_text(" ".join(random.Random(4).choices(words, k=3000)))
     context, count, thresholds = 600, 3, (0.0, 0.3, float("inf"))
     argv = ["--text", str(text[0]), "--contexts", str(context), "--windows", "0", "--answers", str(count)]
