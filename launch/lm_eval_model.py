@@ -276,13 +276,28 @@ def main() -> int:
 
         register_model("alspec")(model)
 
-        # Ranks compute the same; the first one reports.
-        is_first = os.environ.get("RANK", "0") == "0"
-        with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(sys.stdout if is_first else nowhere):
+        if os.environ.get("RANK", "0") == "0":
             cli_evaluate()
+        else:  # ranks compute the same; the first one reports
+            sys.argv[1:] = _without_reports(sys.argv[1:])
+            os.environ["LMEVAL_LOG_LEVEL"] = "ERROR"
+            with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere):
+                cli_evaluate()
     except AlspecError as error:
         return report(error)
     return 0
+
+
+def _without_reports(argv: Sequence[str]) -> list[str]:
+    """Arguments of lm-eval without those that write files of results."""
+    kept: list[str] = []
+    rest = iter(argv)
+    for argument in rest:
+        if argument in ("--output_path", "-o"):
+            next(rest, None)
+        elif not argument.startswith(("--output_path=", "--log_samples")):
+            kept.append(argument)
+    return kept
 
 
 def model_class() -> Any:

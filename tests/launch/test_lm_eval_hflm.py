@@ -10,10 +10,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import tokenizers
 import torch
 import transformers
+from paths import ROOT
 from tiers import fast
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
@@ -24,7 +26,9 @@ from alspec.launch import lm_eval_model
 pytest.importorskip("lm_eval")
 pytest.importorskip("accelerate")  # HFLM needs it
 
+from lm_eval.evaluator import simple_evaluate
 from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
 
 SPECIAL_TOKENS = ("<|begin|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>")
 POSITIONS = 96
@@ -307,3 +311,38 @@ def test_requests_of_a_task_share_their_memory(
         ours.cache = cache  # the engine has another one
         with pytest.raises(UserError, match="decode from kv_cache bf16 with softmax exact only"):
             ours.generate_until(asked, disable_tqdm=True)
+
+
+@pytest.mark.parametrize("multiturn", fast([True, False], keep=[True]))
+def test_whole_tasks_with_examples_and_a_system_message(
+    multiturn: bool, tmp_path: Path, both: Callable[..., tuple[Any, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """lm-eval's own loop over the tasks of docs/lm_eval: the same prompts, and the same answers to them."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(ROOT)
+    manager = TaskManager(include_path="docs/lm_eval", include_defaults=False)
+    found = []
+    for model in both(_write(tmp_path, "begins", max_position_embeddings=4096)):
+        results = simple_evaluate(
+            model,
+            tasks=["book_endings", "book_bits", "capitals"],
+            task_manager=manager,
+            limit=2,
+            num_fewshot=2,
+            apply_chat_template=True,
+            system_instruction="Be brief.",
+            fewshot_as_multiturn=multiturn,
+            bootstrap_iters=0,
+        )
+        found.append(results["samples"])
+    ours, oracle = found
+    assert ours.keys() == oracle.keys() == {"book_endings", "book_bits", "capitals"}
+    for task, samples in oracle.items():
+        for sample, own in zip(samples, ours[task], strict=True):
+            assert own["arguments"] == sample["arguments"]
+            if task == "capitals":
+                assert own["resps"] == sample["resps"]
+                assert "<|system|>Be brief.<|end|>" in own["arguments"][0][0]
+            else:
+                numbers, expected = (np.array(each["resps"], float).ravel() for each in (own, sample))
+                assert numbers == pytest.approx(expected, rel=1e-5)

@@ -259,3 +259,8 @@ def test_the_error_says_what_to_install(capsys: pytest.CaptureFixture[str]) -> N
     assert (
         "lm-eval cannot be imported (No module named 'lm_eval'); pip install -e '.[lm-eval]'" in capsys.readouterr().err
     )
+
+
+def test_other_ranks_write_no_reports() -> None:
+    argv = ["--tasks", "a", "--output_path", "x", "--log_samples", "--output_path=x", "-o", "y", "--limit", "3"]
+    assert lm_eval_model._without_reports(argv) == ["--tasks", "a", "--limit", "3"]
