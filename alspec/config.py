@@ -31,6 +31,7 @@ __all__ = [
     "SHORT_DTYPES",
     "QUANTISED_CODECS",
     "BenchConfig",
+    "ChatConfig",
     "ChoiceConfig",
     "CommandConfig",
     "DType",
@@ -281,7 +282,9 @@ class ChoiceConfig(_Schema):
 class SamplingConfig(ChoiceConfig):
     """How the next token is chosen and when a request ends."""
 
-    max_new_tokens: _Int = Field(default=128, ge=1, description="tokens to generate for each prompt")
+    max_new_tokens: _Int = Field(
+        default=128, ge=1, description="tokens to generate for each prompt; fewer by default if fewer fit"
+    )
     stop: Annotated[tuple[Annotated[str, StringConstraints(min_length=1)], ...], BeforeValidator(_texts)] = Field(
         default=(), description="end a request at this text or special token (repeatable); it is not printed"
     )
@@ -300,15 +303,20 @@ class GenerateConfig(CommandConfig, EngineConfig, SamplingConfig):
     prompt: str | None = Field(default=None, description="text to continue")
     prompt_file: _Path | None = Field(
         default=None,
-        description='file with a prompt; its last line end is dropped. *.jsonl: a batch, with {"prompt": "..."} or '
-        '{"prompt_ids": [1, 2]} in each line',
+        description="file with a prompt, - for standard input; its last line end is dropped. *.jsonl: a batch, with "
+        '{"prompt": "..."}, {"prompt_ids": [1, 2]} or {"messages": [...]} (for the chat template) in each line; other '
+        "keys of a line are written with the answer",
     )
     prompt_ids: Annotated[tuple[_AnyInt, ...] | None, BeforeValidator(_ids)] = Field(
         default=None, description="token ids, such as 1,2,3"
     )
     chat: bool = Field(default=False, description="apply the checkpoint's chat template to the prompt")
     system: str | None = Field(default=None, description="system message; needs --chat")
-    json_file: _Path | None = Field(default=None, alias="json", description="write all measurements to this file")
+    json_file: _Path | None = Field(
+        default=None,
+        alias="json",
+        description="write all measurements to this file; - for standard output, which then has no other text",
+    )
     trace: _Path | None = Field(
         default=None, description="write a Perfetto trace of all ranks' operations to this file"
     )
@@ -324,6 +332,18 @@ class GenerateConfig(CommandConfig, EngineConfig, SamplingConfig):
         if self.chat and self.prompt_ids is not None:
             raise ValueError("chat needs a text prompt: prompt_ids are used as they are")
         return self
+
+
+class ChatConfig(CommandConfig, EngineConfig, SamplingConfig):
+    """Settings of `launch/chat.py`."""
+
+    max_context: Annotated[_Int | None, BeforeValidator(_thousands)] = Field(
+        default=None,
+        ge=1,
+        description="tokens that a conversation can have; default: the model's positions, or as many as fit",
+    )
+    max_new_tokens: _Int = Field(default=1024, ge=1, description="most tokens of an answer; fewer if fewer fit")
+    system: str | None = Field(default=None, description="system message")
 
 
 class LatencyConfig(CommandConfig, EngineConfig, ChoiceConfig):

@@ -40,6 +40,7 @@ class DoesNotFitError(AlspecError):
     """Weights, cache and buffers need more memory than is available."""
 
     exit_code = 3
+    largest_context: int | None = None  # tokens for which they would fit, where that is known
 
 
 class BadNumbersError(AlspecError):

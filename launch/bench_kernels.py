@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
@@ -32,7 +31,7 @@ from alspec.launch.bench.bench_shapes import NUM_CASES, measure_shapes, shapes_t
 from alspec.launch.bench.decode_case import COLD_BYTES, Case, check, flashinfer, lean, sdpa
 from alspec.launch.bench.spec_ready import spec_ready_us
 from alspec.launch.terminal.flags import Parser, check_writable, parse_command
-from alspec.launch.terminal.output import append_rows, exit_code
+from alspec.launch.terminal.output import append_rows, exit_code, result_console
 from alspec.runtime.distributed.placement import Placement
 from alspec.runtime.faults.guard import translate_out_of_memory
 from alspec.runtime.profiling.provenance import provenance
@@ -105,7 +104,7 @@ class Results:
     def show(self) -> None:
         """Print the table on stdout."""
         if self._is_first:
-            Console(width=170).print(self.table)
+            result_console(self._rows, width=170).print(self.table)
 
 
 def bench_decode(results: Results, contexts: list[int]) -> None:

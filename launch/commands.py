@@ -7,7 +7,7 @@ from importlib import import_module
 
 from alspec.launch.terminal.output import exit_on_interrupt
 
-__all__ = ["bench_kernels", "doctor", "evaluate", "generate", "latency", "plot_trace"]
+__all__ = ["bench_kernels", "chat", "doctor", "evaluate", "generate", "latency", "plot_trace"]
 
 
 def _run(module: str) -> int:
@@ -17,6 +17,7 @@ def _run(module: str) -> int:
 
 
 bench_kernels = partial(_run, "bench_kernels")
+chat = partial(_run, "chat")
 doctor = partial(_run, "doctor")
 evaluate = partial(_run, "evaluate")
 generate = partial(_run, "generate")

@@ -11,7 +11,7 @@ from typing import Any
 
 try:
     from alspec.errors import RankFailureError, UserError, report
-    from alspec.launch.terminal.output import exit_code, exit_on_interrupt, is_special, write_text
+    from alspec.launch.terminal.output import exit_code, exit_on_interrupt, is_special, result_console, write_text
 except ImportError as error:  # `report` itself could not be imported
     print(f"alspec: exit 2: doctor: cannot import alspec: {error}; pip install -e . in its folder", file=sys.stderr)
     sys.exit(2)
@@ -21,7 +21,6 @@ if __name__ == "__main__":  # before the slow imports
 
 # A failed import of torch or Triton is a finding too: report it like any other.
 try:
-    from rich.console import Console
     from rich.text import Text
 
     from alspec.config import DoctorConfig
@@ -66,7 +65,7 @@ def _examine(config: DoctorConfig) -> int:
 
 def _print(outcomes: Iterable[list[Check]], json_file: Path | None, is_first: bool, width: int) -> int:
     """Rank 0 prints a line after each check. Every rank returns the same exit code."""
-    console = Console(highlight=False)
+    console = result_console(json_file, highlight=False)
     checks: list[Check] = []
     rows = []
     for by_rank in outcomes:

@@ -13,7 +13,6 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from alspec.config import EvaluateConfig
@@ -37,7 +36,7 @@ from alspec.launch.evaluate_tasks import (
 from alspec.launch.plots.plot_quality import draw, threshold_name
 from alspec.launch.terminal.display import StatusLine
 from alspec.launch.terminal.flags import Parser, check_picture, check_positions, check_writable, notify, parse_command
-from alspec.launch.terminal.output import append_rows, exit_code, writing
+from alspec.launch.terminal.output import append_rows, exit_code, result_console, writing
 from alspec.models.checkpoint.source import model_name
 from alspec.runtime.decode.eager_step import WARM_UP_TOKENS
 from alspec.runtime.engine.engine import Engine
@@ -242,7 +241,7 @@ def _evaluate(
         tasks = [answered(engine, task) if task.measure == ANSWER else task for task in tasks]
         rows = _measure(engine, config, tasks, caches, command, status)
     if is_first:
-        Console(width=180).print(_table(engine, rows))
+        result_console(config.rows, width=180).print(_table(engine, rows))
         if config.plot is not None:
             with writing(config.plot):
                 draw(config.plot, rows)

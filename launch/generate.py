@@ -18,9 +18,9 @@ from alspec.config import PROMPTS, GenerateConfig
 from alspec.errors import UserError
 from alspec.launch.terminal.display import Printer, StatusLine, print_panel, shows_color, use_utf8
 from alspec.launch.terminal.flags import Parser, cuts_without_effect, notify, parse_command, speculation_without_effect
-from alspec.launch.terminal.output import Finished, exit_code, write_text
+from alspec.launch.terminal.output import Finished, exit_code, is_dash, write_text
 from alspec.launch.terminal.plan import print_plan
-from alspec.launch.terminal.prompts import read_prompts
+from alspec.launch.terminal.prompts import GivenPrompts, read_prompts
 from alspec.runtime.distributed.placement import Placement
 from alspec.runtime.engine.engine import Engine
 from alspec.runtime.engine.generation import Generation
@@ -47,18 +47,19 @@ def main(argv: list[str] | None = None) -> int:
         engine = Engine(config, trace=config.trace is not None)
         is_first = engine.placement.rank == 0
         with guarded(engine.heartbeat, OUT_OF_MEMORY), StatusLine(is_first) as status:
-            prompts, is_batch = _load(config, engine, status)
-            printer = Printer(len(prompts), is_batch, config.color and shows_color()) if is_first else None
+            prompts, config = _load(config, engine, status)
+            shows = is_first and not is_dash(config.json_file)
+            printer = Printer(prompts.extras, prompts.is_batch, config.color and shows_color()) if shows else None
             if printer is not None:
                 engine.heartbeat.end_output = printer.end_line
-            progress = status.show_prompt_progress(sum(map(len, prompts)))
-            for token in engine.stream(prompts, config, progress=progress):
+            progress = status.show_prompt_progress(sum(map(len, prompts.ids)))
+            for token in engine.stream(prompts.ids, config, progress=progress):
                 status.clear()
                 if printer is not None:
                     printer.show(token)
             if printer is not None:
                 printer.close()
-            _finish(config, engine)
+            _finish(config, engine, prompts.extras)
             engine.close()
     return outcome.code
 
@@ -79,19 +80,20 @@ def _plan(config: GenerateConfig) -> None:
         notify([f"without effect: {flags}; --plan {what}"])
 
 
-def _load(config: GenerateConfig, engine: Engine, status: StatusLine) -> tuple[list[list[int]], bool]:
-    """Read the prompts and load the model; returns token ids, and whether they are a batch."""
-    prompts, is_batch = read_prompts(config, engine)
-    max_context = engine.check_prompts(prompts, config.max_new_tokens)
+def _load(config: GenerateConfig, engine: Engine, status: StatusLine) -> tuple[GivenPrompts, GenerateConfig]:
+    """Read the prompts and load the model; returns the prompts, and the settings with a length that fits them."""
+    prompts = read_prompts(config, engine)
+    config, notice = engine.fit_new_tokens(prompts.ids, config)
+    max_context = engine.check_prompts(prompts.ids, config.max_new_tokens)
     is_first = engine.placement.rank == 0
     if is_first:
-        notify(_without_effect(config, is_batch, engine.mode))
+        notify([*([notice] if notice else []), *_without_effect(config, prompts.is_batch, engine.mode)])
     status.show("loading weights")
-    engine.load(len(prompts), max_context)
+    engine.load(len(prompts.ids), max_context)
     status.clear()
     notify(engine.take_notices() if is_first else [])
     status.show("preparing")
-    return prompts, is_batch
+    return prompts, config
 
 
 def _without_effect(config: GenerateConfig, is_batch: bool, mode: str) -> list[str]:
@@ -109,7 +111,7 @@ def _without_effect(config: GenerateConfig, is_batch: bool, mode: str) -> list[s
     return notices
 
 
-def _finish(config: GenerateConfig, engine: Engine) -> None:
+def _finish(config: GenerateConfig, engine: Engine, extras: list[dict[str, Any]]) -> None:
     """Write JSON and trace and print the panel, on rank 0; the panel also if a file cannot be written."""
     summary = _summary(engine)
     rows_by_rank = engine.gather_rows(engine.timeline.rows()) if config.trace is not None else []
@@ -117,7 +119,7 @@ def _finish(config: GenerateConfig, engine: Engine) -> None:
         return
     try:
         if config.json_file is not None:
-            write_text(config.json_file, json.dumps(_everything(config, engine.generation, summary)))
+            write_text(config.json_file, json.dumps(_everything(config, engine.generation, summary, extras)))
         if config.trace is not None:
             write_text(config.trace, trace_json(rows_by_rank))
     finally:
@@ -157,7 +159,9 @@ def _summary(engine: Engine) -> dict[str, Any]:
     }
 
 
-def _everything(config: GenerateConfig, generation: Generation, summary: dict[str, Any]) -> dict[str, Any]:
+def _everything(
+    config: GenerateConfig, generation: Generation, summary: dict[str, Any], extras: list[dict[str, Any]]
+) -> dict[str, Any]:
     settings = config.model_dump(mode="json", by_alias=True)
     requests = [
         {
@@ -166,7 +170,8 @@ def _everything(config: GenerateConfig, generation: Generation, summary: dict[st
             "text": request.text,
             "finish_reason": request.finish_reason,
         }
-        for request in generation.requests
+        | extra
+        for request, extra in zip(generation.requests, extras, strict=True)
     ]
     return {
         "requests": requests,

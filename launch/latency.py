@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from alspec.config import HitRate, LatencyConfig, SamplingConfig, cache_name, check_softmax
@@ -32,7 +31,7 @@ from alspec.launch.terminal.flags import (
     parse_command,
     speculation_without_effect,
 )
-from alspec.launch.terminal.output import append_rows, exit_code, write_text, writing
+from alspec.launch.terminal.output import append_rows, exit_code, result_console, write_text, writing
 from alspec.launch.terminal.prompts import read_text_ids
 from alspec.models.checkpoint.source import model_config, model_name
 from alspec.runtime.cache.codecs import check_codec
@@ -88,7 +87,7 @@ def _run(config: LatencyConfig, command: str) -> int:
             notices += speculation_without_effect(config, "add --modes paired")
         notify(notices)
     results: list[Measured] = []
-    with _show_if_stopped(results):
+    with _show_if_stopped(results, config):
         for single in _configs(config):
             _measure(single, command, results)
     if Placement.from_environment().rank == 0:
@@ -97,13 +96,13 @@ def _run(config: LatencyConfig, command: str) -> int:
 
 
 @contextlib.contextmanager
-def _show_if_stopped(results: list[Measured]) -> Iterator[None]:
+def _show_if_stopped(results: list[Measured], config: LatencyConfig) -> Iterator[None]:
     """After Ctrl-C or an error, rank 0 prints the table of the results so far, once."""
     try:
         yield
     except (KeyboardInterrupt, AlspecError):
         if results and Placement.from_environment().rank == 0:
-            _show(results)
+            _show(results, config)
         results.clear()
         raise
 
@@ -197,7 +196,7 @@ def _measure(config: LatencyConfig, command: str, results: list[Measured]) -> No
 
     with (
         guarded(engine.heartbeat, OUT_OF_MEMORY),
-        _show_if_stopped(results),
+        _show_if_stopped(results, config),
         StatusLine(engine.placement.rank == 0) as status,
     ):
         _sweep(config, engine, contexts, rates, text_ids, command, results, status)
@@ -289,7 +288,7 @@ def _forced(engine: Engine, rate: HitRate) -> torch.Tensor | None:
 def _write(config: LatencyConfig, results: list[Measured]) -> None:
     """Write table, samples and picture; rank 0 calls it."""
     rows = [row for row, _ in results]
-    _show(results)
+    _show(results, config)
     if config.json_file is not None:
         samples = [{"case": row["case"], "step_us": profile.step_us} for row, profile in results]
         everything = {"rows": rows, "samples": samples, "config": config.model_dump(mode="json", by_alias=True)}
@@ -299,8 +298,8 @@ def _write(config: LatencyConfig, results: list[Measured]) -> None:
             draw(config.plot, rows, _title(rows[0]))
 
 
-def _show(results: list[Measured]) -> None:
-    Console(width=130).print(_table(results))
+def _show(results: list[Measured], config: LatencyConfig) -> None:
+    result_console(config.rows, config.json_file, config.trace, width=130).print(_table(results))
 
 
 def _row(

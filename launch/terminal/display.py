@@ -17,7 +17,7 @@ from rich.table import Table
 from alspec.runtime.engine.generation import Token
 from alspec.runtime.engine.memory import GIB
 
-__all__ = ["Printer", "StatusLine", "print_panel", "shows_color", "use_utf8"]
+__all__ = ["Printer", "StatusLine", "print_panel", "print_turn", "shows_color", "use_utf8"]
 
 
 class StatusLine:
@@ -54,11 +54,16 @@ class StatusLine:
 
 
 class Printer:
-    """Streams the text of one request. A batch becomes one JSON line for each request, in order, as they finish."""
+    """Streams the text of one request. A batch becomes one JSON line for each request, in order, as they finish.
 
-    def __init__(self, num_requests: int, is_batch: bool, color: bool) -> None:
-        self._texts = [""] * num_requests
-        self._finish_reasons: list[str | None] = [None] * num_requests
+    Args:
+        extras: of each request: what its line holds beside the answer.
+    """
+
+    def __init__(self, extras: list[dict[str, Any]], is_batch: bool, color: bool) -> None:
+        self._extras = extras
+        self._texts = [""] * len(extras)
+        self._finish_reasons: list[str | None] = [None] * len(extras)
         self._is_batch = is_batch
         self._color = color
         self._next = 0  # request whose line is printed next
@@ -100,6 +105,7 @@ class Printer:
                 "text": self._texts[self._next],
                 "finish_reason": self._finish_reasons[self._next],
             }
+            line |= self._extras[self._next]
             print(json.dumps(line, ensure_ascii=False))
             self._next += 1
 
@@ -134,6 +140,17 @@ def print_panel(summary: dict[str, Any]) -> None:
     else:
         for name, value in _rows(summary):
             print(f"{name}: {value}", file=sys.stderr)
+
+
+def print_turn(summary: dict[str, Any], note: str | None) -> None:
+    """One line about an answer of a conversation, on stderr; dim on a terminal."""
+    (prompt,), (reused,), (new,) = summary["prompt_tokens"], summary["reused_tokens"], summary["new_tokens"]
+    parts = [f"prompt {prompt} tokens, {reused} kept from before", f"first token {summary['ttft_ms']:.0f} ms"]
+    parts.append(f"{new} tokens" if summary["tokens_per_s"] is None else f"{new} at {summary['tokens_per_s']:.1f}/s")
+    if summary["hit_rate"] is not None:
+        parts.append(f"hit rate {100 * summary['hit_rate']:.1f} %")
+    line = "; ".join([*parts, note] if note else parts)
+    Console(stderr=True, highlight=False, soft_wrap=True).print(f"[{line}]", style="dim", markup=False)
 
 
 def _mode(summary: dict[str, Any]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import errno
 import importlib.util
 import itertools
@@ -10,7 +11,7 @@ import os
 import shlex
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin
@@ -29,7 +30,7 @@ from alspec.config import (
     validate,
 )
 from alspec.errors import UserError
-from alspec.launch.terminal.output import Finished, Outcome, is_special, target_of
+from alspec.launch.terminal.output import Finished, Outcome, is_dash, is_special, target_of
 from alspec.models.llama_config import LlamaConfig
 from alspec.runtime.distributed.placement import Placement
 from alspec.yaml_file import dump_yaml, load_yaml
@@ -51,6 +52,7 @@ __all__ = [
 _ConfigT = TypeVar("_ConfigT", bound=BaseModel)
 _CommandT = TypeVar("_CommandT", bound=CommandConfig)
 PICTURE_SUFFIXES = (".png", ".svg", ".pdf")
+SLIP = 0.8  # similarity (difflib) from which on a word counts as a misspelt flag
 WRITTEN = ("json_file", "trace", "rows", "plot")  # fields of the files that commands write
 
 
@@ -59,6 +61,24 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse, which by itself takes a value that begins with a dash only in one word: `--prompt=-x`."""
+        return super().parse_known_args(self._joined(sys.argv[1:] if args is None else args), namespace)
+
+    def _joined(self, words: Sequence[str]) -> list[str]:
+        """Join each flag that takes a value with a next word that begins with a dash and is no flag."""
+        flags = {flag: action for action in self._actions for flag in action.option_strings}
+        joined: list[str] = []
+        for word in words:
+            action = flags.get(joined[-1]) if joined else None
+            takes_value = action is not None and action.nargs is None
+            is_flag = word.split("=")[0] in flags or _is_misspelt(word, flags)
+            if takes_value and word[:1] == "-" and len(word) > 1 and not is_flag:
+                joined[-1] += f"={word}"
+            else:
+                joined.append(word)
+        return joined
 
     def error(self, message: str) -> NoReturn:
         """Raise instead of printing the usage and exiting."""
@@ -69,6 +89,11 @@ class Parser(argparse.ArgumentParser):
             hint = "see --help" if nearest is None else f"the nearest valid name is {nearest}"
             message = f"unknown flag {unknown[0]}; {hint}"
         raise UserError(f"flags: {message}")
+
+
+def _is_misspelt(word: str, flags: Iterable[str]) -> bool:
+    """Return whether a word looks like a flag with a slip in it, so that the value before it seems to be missing."""
+    return word.startswith("--") and bool(difflib.get_close_matches(word.split("=")[0], flags, 1, SLIP))
 
 
 def _leaves(schema: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], FieldInfo]]:
@@ -206,7 +231,7 @@ def check_writable(name: str, path: Path | None) -> None:
     Raises:
         UserError: names the file.
     """
-    if path is None:
+    if path is None or is_dash(path):
         return
     try:
         if path.exists() and not path.is_file() and not path.is_dir():

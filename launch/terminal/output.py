@@ -15,9 +15,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, TextIO, cast
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from alspec.errors import AlspecError, InterruptedJobError, UserError, print_error, report
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 __all__ = [
     "Finished",
@@ -26,6 +29,8 @@ __all__ = [
     "exit_code",
     "exit_on_interrupt",
     "is_special",
+    "is_dash",
+    "result_console",
     "target_of",
     "write_text",
     "writing",
@@ -165,8 +170,22 @@ def writing(path: Path) -> Iterator[None]:
         raise UserError(f"cannot write {path}: {error.strerror or error}") from error
 
 
+def is_dash(path: Path | None) -> bool:
+    """Return whether the path is `-`: standard output, or standard input."""
+    return path == Path("-")
+
+
+def result_console(*files: Path | None, **options: Any) -> Console:
+    """Where a command prints tables: on standard error if one of its files takes all of standard output (`-`)."""
+    from rich.console import Console  # here, because scripts import this module before slow ones
+
+    return Console(stderr=any(map(is_dash, files)), **options)
+
+
 def _stream_at(path: Path) -> TextIO | None:
     """Standard output or error, if the path leads to one of them."""
+    if is_dash(path):
+        return sys.stdout
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # no such file; no descriptor, or a closed one
             if os.path.samestat(os.stat(path), os.fstat(stream.fileno())):
@@ -181,7 +200,7 @@ def _is_open_already(path: Path) -> bool:
 
 def is_special(path: Path) -> bool:
     """Return whether the path cannot be replaced: a device, a pipe, or an open file such as standard output."""
-    if os.path.exists(path) and not os.path.isfile(path):
+    if not is_dash(path) and os.path.exists(path) and not os.path.isfile(path):
         return True
     return _is_open_already(path) or _stream_at(path) is not None
 
@@ -224,7 +243,7 @@ def write_text(path: Path, text: str) -> None:
     """
     with writing(path):
         if is_special(path):
-            _append(path, text)
+            _append(path, f"{text}\n" if is_dash(path) else text)
             return
         target = target_of(path)
         if not os.access(target.parent, os.W_OK):

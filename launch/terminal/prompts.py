@@ -5,34 +5,51 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from alspec.config import GenerateConfig
-from alspec.errors import UserError
+from alspec.errors import UserError, show
 from alspec.launch.terminal.flags import check_writable
+from alspec.launch.terminal.output import is_dash
 from alspec.models.checkpoint.files import check_utf8, parse_json
 from alspec.runtime.engine.engine import Engine
 
-__all__ = ["read_prompts", "read_text_ids"]
+__all__ = ["GivenPrompts", "from_first_rank", "read_prompts", "read_text_ids"]
 
 _T = TypeVar("_T")
+_KINDS = ("prompt", "prompt_ids", "messages")  # keys of a line of a batch file: exactly one of them
+_WRITTEN = ("request", "text", "finish_reason", "token_ids")  # keys of what is written for each request
+_EXPECTED = (
+    'expected {"prompt": "..."}, {"prompt_ids": [1, 2, 3]} or {"messages": [{"role": "user", "content": "..."}]}'
+)
 
 
-def read_prompts(config: GenerateConfig, engine: Engine) -> tuple[list[list[int]], bool]:
-    """Token ids of every request, and whether they came from a batch file. Checks the output files first.
+@dataclass(frozen=True)
+class GivenPrompts:
+    """The prompts of a command line."""
+
+    ids: list[list[int]]  # token ids of each request
+    extras: list[dict[str, Any]]  # of each request: what else its line of the batch file holds, such as an id
+    is_batch: bool  # they come from a batch file
+
+
+def read_prompts(config: GenerateConfig, engine: Engine) -> GivenPrompts:
+    """Read the prompts of every request. Checks the output files first.
 
     Raises:
         UserError: no usable prompt, or an output file that cannot be written; raised on every rank.
     """
 
-    def read() -> list[list[int]]:
+    def read() -> list[tuple[list[int], dict[str, Any]]]:
         check_writable("json", config.json_file)
         check_writable("trace", config.trace)
-        return [_encode(prompt, config, engine) for prompt in _read(config)]
+        return [(_encode(line, config, engine), line.extra) for line in _read(config)]
 
-    ids = _from_first_rank(engine, read)
-    return ids, config.prompt_file is not None and _is_batch(config.prompt_file)
+    found = from_first_rank(engine, read)
+    is_batch = config.prompt_file is not None and _is_batch(config.prompt_file)
+    return GivenPrompts([ids for ids, _ in found], [extra for _, extra in found], is_batch)
 
 
 def read_text_ids(path: Path, engine: Engine) -> list[int]:
@@ -49,10 +66,10 @@ def read_text_ids(path: Path, engine: Engine) -> list[int]:
             raise UserError(f"prompt_file: {path} is empty; give a text file")
         return tokenizer.encode(text)
 
-    return _from_first_rank(engine, read)
+    return from_first_rank(engine, read)
 
 
-def _from_first_rank(engine: Engine, read: Callable[[], _T]) -> _T:
+def from_first_rank(engine: Engine, read: Callable[[], _T]) -> _T:
     """Call `read` on rank 0 and return its result on every rank; raise its `UserError` on every rank too."""
     message: dict[str, Any] = {}
     if engine.placement.rank == 0:
@@ -71,26 +88,37 @@ def _is_batch(path: Path) -> bool:
     return path.suffix.lower() == ".jsonl"
 
 
-def _read(config: GenerateConfig) -> list[str | list[int]]:
-    """Return one text, or one list of token ids, for each request."""
+@dataclass(frozen=True)
+class _Prompt:
+    """The prompt of one request, before it is encoded: a text, token ids, or the messages of a chat."""
+
+    text: str | None = None
+    ids: list[int] | None = None
+    messages: list[dict[str, Any]] | None = None
+    where: str = "prompt"
+    tools: list[dict[str, Any]] | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def _read(config: GenerateConfig) -> list[_Prompt]:
     if config.prompt_ids is not None:
-        return [list(config.prompt_ids)]
+        return [_Prompt(ids=list(config.prompt_ids))]
     if config.prompt is not None:
         text = config.prompt
     elif config.prompt_file is not None:
-        text = _read_file(config.prompt_file)
+        text = _read_stdin() if is_dash(config.prompt_file) else _read_file(config.prompt_file)
         if _is_batch(config.prompt_file):
             return _read_jsonl(text, config.prompt_file)
         text = _without_line_end(text)
-        if not text.strip():
+        if not text:
             raise UserError(f"prompt_file: {config.prompt_file} is empty; give a file with a text")
     else:
         text = "" if sys.stdin is None or sys.stdin.isatty() else _without_line_end(_read_stdin())
-        if not text.strip():
+        if not text:
             raise UserError("prompt: none given; give --prompt, --prompt-file, --prompt-ids or text on standard input")
-    if not text.strip():
+    if not text:
         raise UserError("prompt: expected a text, found an empty one")  # given by --prompt
-    return [text]
+    return [_Prompt(text)]
 
 
 def _without_line_end(text: str) -> str:
@@ -111,7 +139,7 @@ def _read_stdin() -> str:
     """Standard input, always read as UTF-8 whatever the locale is."""
     binary = getattr(sys.stdin, "buffer", None)
     if binary is None:  # a text stream, as in a notebook
-        return _with_line_feeds(sys.stdin.read())
+        return "" if sys.stdin is None else _with_line_feeds(sys.stdin.read())
     try:
         return _text_of(binary.read())
     except UnicodeDecodeError as error:
@@ -128,7 +156,7 @@ def _read_file(path: Path) -> str:
         raise UserError(f"prompt_file: {path} is not UTF-8 at byte {error.start}; give a UTF-8 text file") from None
 
 
-def _read_jsonl(text: str, path: Path) -> list[str | list[int]]:
+def _read_jsonl(text: str, path: Path) -> list[_Prompt]:
     # Not `splitlines`: strings in JSON may contain U+2028 and other line ends.
     prompts = [_read_line(line, f"{path}:{number}") for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not prompts:
@@ -136,34 +164,60 @@ def _read_jsonl(text: str, path: Path) -> list[str | list[int]]:
     return prompts
 
 
-def _read_line(line: str, where: str) -> str | list[int]:
-    expected = 'expected {"prompt": "..."} or {"prompt_ids": [1, 2, 3]}'
+def _read_line(line: str, where: str) -> _Prompt:
+    where = f"prompt_file: {where}"
     try:
         value = parse_json(line)
     except ValueError as error:
         fault = f"not JSON ({getattr(error, 'msg', error)})"
         if "int_max_str_digits" in fault:  # Python refuses to parse such a long number
             fault = "an integer of that size is no token id"
-        raise UserError(f"prompt_file: {where}: {fault}; {expected}") from None
-    if isinstance(value, dict) and len(value) == 1:
-        prompt = value.get("prompt", value.get("prompt_ids"))
-        if "prompt" in value and isinstance(prompt, str) and prompt.strip():
-            return check_utf8(prompt, f"prompt_file: {where}")
-        if "prompt_ids" in value and isinstance(prompt, list) and prompt and all(type(i) is int for i in prompt):
-            return prompt
-    raise UserError(f"prompt_file: {where}: {expected}, found {line.strip()[:60]!r}")
+        raise UserError(f"{where}: {fault}; {_EXPECTED}") from None
+    kinds = [kind for kind in _KINDS if kind in value] if isinstance(value, dict) else []
+    if len(kinds) != 1 or not _is_prompt(kinds[0], value[kinds[0]]):
+        raise UserError(f"{where}: {_EXPECTED}, found {line.strip()[:60]!r}")
+    content = value.pop(kinds[0])
+    if kinds == ["prompt"]:
+        check_utf8(content, where)
+    tools = value.pop("tools", None) if kinds == ["messages"] else None
+    if tools is not None and not _are_dicts(tools):
+        raise UserError(f"{where}: tools: expected a list of JSON schemas, found {show(tools)}")
+    taken = next((name for name in value if name in _WRITTEN), None)
+    if taken is not None:
+        raise UserError(f"{where}: key {taken!r} is one that is written with each answer; give it another name")
+    fields = {"prompt": "text", "prompt_ids": "ids", "messages": "messages"}
+    return _Prompt(**{fields[kinds[0]]: content}, where=where, tools=tools, extra=value)
 
 
-def _encode(prompt: str | list[int], config: GenerateConfig, engine: Engine) -> list[int]:
-    if isinstance(prompt, list):
+def _is_prompt(kind: str, content: Any) -> bool:
+    if kind == "prompt":
+        return isinstance(content, str) and content != ""
+    if kind == "prompt_ids":
+        return isinstance(content, list) and bool(content) and all(type(item) is int for item in content)
+    return _are_dicts(content) and bool(content) and all(isinstance(item.get("role"), str) for item in content)
+
+
+def _are_dicts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, dict) for item in value)
+
+
+def _encode(prompt: _Prompt, config: GenerateConfig, engine: Engine) -> list[int]:
+    if prompt.ids is not None:
         if config.chat:
             raise UserError("chat needs a text prompt: prompt_ids are used as they are")
-        return prompt
+        return prompt.ids
     tokenizer = engine.text_tokenizer("use --prompt-ids or prompt_ids in a JSONL file")
+    limit = engine.max_total_tokens
+    if prompt.messages is not None:
+        try:
+            return tokenizer.encode_chat(prompt.messages, limit, tools=prompt.tools)
+        except UserError as error:
+            raise UserError(f"{prompt.where}: {error}") from None
+    assert prompt.text is not None
     if not config.chat:
-        return tokenizer.encode(prompt, max_total_tokens=engine.max_total_tokens)
+        return tokenizer.encode(prompt.text, max_total_tokens=limit, where=prompt.where)
     # Check here: the error can name the flag and the position in its text.
-    messages = [{"role": "user", "content": check_utf8(prompt, "prompt")}]
+    messages = [{"role": "user", "content": check_utf8(prompt.text, prompt.where)}]
     if config.system is not None:
         messages.insert(0, {"role": "system", "content": check_utf8(config.system, "--system")})
-    return tokenizer.encode_chat(messages, max_total_tokens=engine.max_total_tokens)
+    return tokenizer.encode_chat(messages, max_total_tokens=limit)

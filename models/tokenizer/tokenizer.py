@@ -234,7 +234,7 @@ class Tokenizer:
         tools: list[dict[str, Any]] | None = None,
         add_generation_prompt: bool = True,
     ) -> list[int]:
-        """Token ids of `apply_chat_template`, with exactly one BOS whether or not the template writes it (see `encode`).
+        """Token ids of `apply_chat_template`, with exactly one BOS (see `encode`) whether or not the template has it.
 
         If the template begins with tokenizer_config.json's begin token, no other begin token is added.
         """

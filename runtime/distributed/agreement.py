@@ -21,6 +21,7 @@ __all__ = ["Agreement", "fingerprint", "shared_settings"]
 SAMPLED_BYTES, SAMPLES = 4096, 64  # bytes of a sample, and samples of each file
 LONG, SHOWN = 128, 40  # characters: a longer value is compared by its beginning and a hash
 POLL_S = 0.005
+PATIENT_POLL_S = 0.02
 
 
 class Agreement:
@@ -56,8 +57,12 @@ class Agreement:
         self._own_keys = [own]
         return texts
 
-    def broadcast(self, text: str | None) -> str:
-        """Rank 0's text, on every rank; the others pass None."""
+    def broadcast(self, text: str | None, is_patient: bool = False) -> str:
+        """Rank 0's text, on every rank; the others pass None.
+
+        Args:
+            is_patient: rank 0 may come hours later, for it waits for a user; otherwise a wait ends with an error.
+        """
         if self._store is None:
             assert text is not None
             return text
@@ -66,6 +71,8 @@ class Agreement:
             assert text is not None
             self._store.set(key, text)
             self._own_keys.append(key)
+        while is_patient and not self._store.check([key]):
+            time.sleep(PATIENT_POLL_S)
         return str(self._store.get(key).decode())
 
     def gather_within(self, name: str, text: str, timeout_s: float) -> list[str]:

@@ -7,7 +7,7 @@ import json
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -38,8 +38,10 @@ from alspec.runtime.engine.generation import (
     Generation,
     IdDecoder,
     Request,
+    SamplingT,
     Token,
     check_prompts,
+    fit_new_tokens,
     max_total_tokens,
 )
 from alspec.runtime.engine.kept_prefix import KeptPrefix
@@ -140,6 +142,10 @@ class Engine:
         """Choices that a user may not expect, for a command that prints them; `stream` then shows none."""
         self._has_warned = True
         return self.notices
+
+    def fit_new_tokens(self, prompts: list[list[int]], sampling: SamplingT) -> tuple[SamplingT, str | None]:
+        """See `generation.fit_new_tokens`."""
+        return fit_new_tokens(prompts, sampling, self.config, self.model_config)
 
     def check_prompts(self, prompts: list[list[int]], max_new_tokens: int) -> int:
         """Return the tokens that the cache must hold for these prompts; refuse too long prompts."""
@@ -276,7 +282,7 @@ class Engine:
         *,
         progress: Callable[[int], None] | None = None,
         **options: Any,
-    ) -> Iterator[Token]:
+    ) -> Generator[Token, None, None]:
         """Generate from a prompt, or from several at once, the same on every rank, loading the model on first use.
 
         A generator: nothing happens, and no error is raised, before its first token is asked for.
@@ -303,8 +309,9 @@ class Engine:
         self._refuse_closed()
         sampling = sampling or validate(SamplingConfig, options, "Engine.stream")
         with self._lock:
-            number = self._begin(prompt, sampling)
-        notices = () if self._has_warned or self.placement.rank else self.notices
+            number, sampling, notices = self._begin(prompt, sampling)
+        notices += [] if self._has_warned else self.notices
+        notices = [] if self.placement.rank else notices
         self._has_warned = True
         for notice in notices:
             warnings.warn(notice, stacklevel=2)
@@ -320,8 +327,14 @@ class Engine:
         is_single = any(each is prompt for each in prompts_of(prompt))
         return completions[0] if is_single else completions
 
-    def _begin(self, prompt: Prompt | Sequence[Prompt], sampling: SamplingConfig) -> int:
-        """Check and encode the prompts, load what they need; returns the number of the new generation."""
+    def _begin(
+        self, prompt: Prompt | Sequence[Prompt], sampling: SamplingConfig
+    ) -> tuple[int, SamplingConfig, list[str]]:
+        """Check and encode the prompts, and load what they need.
+
+        Returns:
+            Number of the new generation, the settings in force, and notices about them.
+        """
         settings = sampling.model_dump(mode="json", include=set(SamplingConfig.model_fields))
         self.heartbeat.start(self._release)
         with self.heartbeat.waiting(f"the start of generation {self._generations + 1}"):
@@ -330,13 +343,15 @@ class Engine:
             self._catch_up(self.agreement.exchange)
             tokenizer = partial(self.text_tokenizer, "give token ids")
             prompts = encode_prompts(prompt, tokenizer, self.max_total_tokens)
+            sampling, notice = self.fit_new_tokens(prompts, sampling)
             needed, batch_size = self.check_prompts(prompts, sampling.max_new_tokens), len(prompts)
             if self.memory is None or self.cache.batch_size != batch_size or self.cache.max_context < needed:
                 self.load(batch_size, needed)
             # A call that was interrupted may have ended at another token on each rank.
             of_ranks = map(json.loads, self.agreement.exchange(json.dumps(self._kept.reusable(prompts))))
             reused = [min(of_request) for of_request in zip(*of_ranks, strict=True)]
-        return self._own(Generation(self._requests(prompts, sampling), reused))
+        number = self._own(Generation(self._requests(prompts, sampling), reused))
+        return number, sampling, [notice] if notice else []
 
     def _own(self, generation: Generation) -> int:
         """Give the cache to a new generation; returns its number."""

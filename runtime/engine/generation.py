@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from torch import Tensor
 
@@ -22,8 +22,11 @@ __all__ = [
     "TextDecoder",
     "Token",
     "check_prompts",
+    "fit_new_tokens",
     "max_total_tokens",
 ]
+
+SamplingT = TypeVar("SamplingT", bound=SamplingConfig)
 
 
 class TextDecoder(Protocol):
@@ -198,6 +201,25 @@ class Generation:
 def max_total_tokens(config: EngineConfig, model: LlamaConfig) -> int:
     """The most tokens of a prompt and its answer: `max_context`, or the positions of the model."""
     return config.max_context or model.longest_context
+
+
+def fit_new_tokens(
+    prompts: list[list[int]], sampling: SamplingT, config: EngineConfig, model: LlamaConfig
+) -> tuple[SamplingT, str | None]:
+    """Lower the default of `max_new_tokens` to what fits behind the longest prompt; a number that was given stays.
+
+    Returns:
+        The settings, and a notice if they were changed.
+    """
+    longest, limit, default = max(map(len, prompts)), max_total_tokens(config, model), sampling.max_new_tokens
+    if "max_new_tokens" in sampling.model_fields_set or not 0 < limit - longest < default:
+        return sampling, None
+    fitting = sampling.model_copy(update={"max_new_tokens": limit - longest})
+    name = "max_context" if config.max_context else model.longest_context_name
+    return fitting, (
+        f"max_new_tokens: {limit - longest} instead of {default}, the default: the prompt has {longest} tokens, "
+        f"{name} is {limit}"
+    )
 
 
 def check_prompts(prompts: list[list[int]], max_new_tokens: int, config: EngineConfig, model: LlamaConfig) -> int:

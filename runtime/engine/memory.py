@@ -160,8 +160,10 @@ def check_fits(
     advice = f"the largest context that fits is {64 * fitting} tokens" if fitting else "no context fits; use more ranks"
     if batch_size > 1:
         advice += ", or fewer prompts"
-    raise DoesNotFitError(
+    error = DoesNotFitError(
         f"does not fit: a rank needs {plan.total_bytes / GIB:.2f} GiB (weights {plan.weights_bytes / GIB:.2f}, cache "
         f"{plan.cache_bytes / GIB:.2f} for {batch_size} x {max_context} tokens, buffers {plan.buffer_bytes / GIB:.2f}) "
         f"and has {available / GIB:.2f} GiB; {advice}"
     )
+    error.largest_context = 64 * fitting or None
+    raise error

@@ -135,6 +135,7 @@ def summarize(generation: Generation, chunk_size: int) -> dict[str, Any]:
             hit_rate = sum(per_layer) / len(per_layer)
     return {
         "prompt_tokens": [len(request.prompt_ids) for request in generation.requests],
+        "reused_tokens": generation.reused_tokens,
         "new_tokens": new_tokens,
         "ttft_ms": generation.prefill_us / 1e3,
         "ms_per_token_p50": percentile(steps_ms, 0.5) if steps_ms else None,

@@ -46,7 +46,7 @@ def test_a_terminal_shows_progress(run: Run, checkpoint: Path, monkeypatch: pyte
     assert "\x1b[K" not in plain, "stderr is no terminal"
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     monkeypatch.setenv("TERM", "dumb")
-    monkeypatch.setattr("alspec.runtime.decode.prefill.prefill.__defaults__", (64, None))
+    monkeypatch.setattr("alspec.runtime.decode.prefill.prefill.__defaults__", (64, None, 0))
     code, again, err = run(*flags, *prompt)
     assert (code, again) == (0, text)
     shown = re.findall(r"\r\x1b\[Kalspec: ([^\r]*)", err)
@@ -377,7 +377,7 @@ def test_color_changes_no_character(text: str, capsys: pytest.CaptureFixture[str
     from alspec.launch.terminal.display import Printer
     from alspec.runtime.engine.generation import Token
 
-    Printer(1, is_batch=False, color=True).show(Token(0, 1, text, 0.5, None))
+    Printer([{}], is_batch=False, color=True).show(Token(0, 1, text, 0.5, None))
     assert ANSI.sub("", capsys.readouterr().out) == text
 
 
@@ -468,7 +468,7 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     for flag in ("--model", "--prompt", "--threshold", "--chunk", "--plan", "--print-config", "--config"):
         assert flag in captured.out
     text = " ".join(captured.out.split())
-    for default in ("tokens to generate for each prompt (default: 128)", "inf always (default: 0.1)"):
+    for default in ("fewer by default if fewer fit (default: 128)", "inf always (default: 0.1)"):
         assert default in text
     assert not re.search(r"default: (None|False|\(\))", text), "no value to show"
     assert "--kv-cache bf16|turbo4|turbo2|turbo-mixed|turboquant4" in text, "every value"

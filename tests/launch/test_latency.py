@@ -357,11 +357,11 @@ def test_table_shows_no_bytes_of_a_pair(capsys: pytest.CaptureFixture[str]) -> N
     pair = paired_row(100.0)
     off = pair | {"case": pair["case"] | {"mode": "off", "hit_rate": None}, "stream_tb_s": 4.0, "share_of_limit": 0.5}
     profiles = [latency.Profile(1024, 1, [[100.0]], rate, 10**9) for rate in (1.0, None)]
-    latency._show(list(zip((pair, off), profiles, strict=True)))
+    latency._show(list(zip((pair, off), profiles, strict=True)), latency.LatencyConfig())
     out = capsys.readouterr().out
     assert [line[-3:] for line in cells(out)[1:]] == [["-", "-", "-"], ["1000.0", "10000", "50.0%"]]
     assert "limit = bytes / copy bandwidth (4000 GB/s)" in out
-    latency._show([(pair, profiles[0])])
+    latency._show([(pair, profiles[0])], latency.LatencyConfig())
     assert "limit" not in capsys.readouterr().out.partition("of limit")[2]
 
 

@@ -153,7 +153,7 @@ def test_the_table_says_how_a_pair_was_run(capsys: pytest.CaptureFixture[str]) -
     row = {"case": case, "us": dict.fromkeys(("p20", "p50", "p80", "p99"), 100.0), "share_of_limit": None}
     row |= {"gpu": "one", "num_gpus": 2}
     profile = Profile(1024, 1, [[100.0]], 0.5, 10**6)
-    latency._show([(row, profile), (row | {"case": case | {"forced": False}}, profile)])
+    latency._show([(row, profile), (row | {"case": case | {"forced": False}}, profile)], latency.LatencyConfig())
     out = capsys.readouterr().out
     assert "tiny, 2 x one, bf16, batch 1, symm, captured graph" in out
     assert out.count("50.0%") == 2

@@ -10,7 +10,7 @@ from alspec.runtime.engine.generation import Token
 
 def test_requests_that_end_together_are_printed_together(capsys: pytest.CaptureFixture[str]) -> None:
     """In order, once those before them have ended; characters are not escaped to ASCII."""
-    printer = Printer(3, is_batch=True, color=False)
+    printer = Printer([{}] * 3, is_batch=True, color=False)
     for request, text in ((2, "b"), (1, "ä")):
         printer.show(Token(request, 1, text, None, "eos"))
     assert capsys.readouterr().out == ""

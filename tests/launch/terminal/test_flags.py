@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from generated import read_json
 
 from alspec.config import GenerateConfig
 from alspec.launch import generate
@@ -149,9 +150,8 @@ def test_two_prompts(flags: tuple[str, ...], refused: Refused) -> None:
     assert "exclude each other; give exactly one prompt" in refused(*flags)
 
 
-@pytest.mark.parametrize("text", ["", " \n\t "], ids=repr)
-def test_empty_prompt(text: str, refused: Refused, checkpoint: Path) -> None:
-    message = refused("--model", checkpoint, "--prompt", text)
+def test_empty_prompt(refused: Refused, checkpoint: Path) -> None:
+    message = refused("--model", checkpoint, "--prompt", "")
     assert message == "prompt: expected a text, found an empty one"
 
 
@@ -183,7 +183,7 @@ def test_prompt_file_is_a_folder(refused: Refused, checkpoint: Path, tmp_path: P
 
 def test_prompt_file_empty(refused: Refused, checkpoint: Path, tmp_path: Path) -> None:
     path = tmp_path / "empty.txt"
-    path.write_text(" \n")
+    path.write_text("\n")
     message = refused("--model", checkpoint, "--prompt-file", path)
     assert message == f"prompt_file: {path} is empty; give a file with a text"
 
@@ -205,8 +205,12 @@ def test_prompt_file_not_utf8(name: str, refused: Refused, checkpoint: Path, tmp
         "{}",
         '{"text": "a"}',
         '{"prompt": 3}',
-        '{"prompt": " "}',
-        '{"prompt": "a", "seed": 1}',
+        '{"prompt": ""}',
+        '{"prompt": "a", "prompt_ids": [1]}',
+        '{"messages": []}',
+        '{"messages": "a"}',
+        '{"messages": [{"content": "a"}]}',
+        '{"messages": [{"role": 1, "content": "a"}]}',
         '{"prompt_ids": []}',
         '{"prompt_ids": "1,2"}',
         '{"prompt_ids": [true]}',
@@ -221,7 +225,7 @@ def test_bad_jsonl_line(line: str, refused: Refused, checkpoint: Path, tmp_path:
     path.write_text(f'{{"prompt": "fine"}}\n\n{line}\n{{"prompt": "fine"}}\n')
     message = refused("--model", checkpoint, "--prompt-file", path)
     assert message.startswith(f"prompt_file: {path}:3: ")
-    assert 'expected {"prompt": "..."} or {"prompt_ids": [1, 2, 3]}' in message
+    assert 'expected {"prompt": "..."}, {"prompt_ids": [1, 2, 3]} or {"messages": [{"role": "user", ' in message
 
 
 @pytest.mark.parametrize(
@@ -229,8 +233,10 @@ def test_bad_jsonl_line(line: str, refused: Refused, checkpoint: Path, tmp_path:
     [
         (r'{"prompt": "a\ud800"}', "expected UTF-8 text, found '\\ud800' at character 1; "),
         (f'{{"prompt_ids": [{"1" * 5000}]}}', "an integer of that size is no token id; "),
+        ('{"prompt": "a", "text": "b"}', "key 'text' is one that is written with each answer; "),
+        ('{"messages": [{"role": "user", "content": "a"}], "tools": {}}', "tools: expected a list of JSON schemas, "),
     ],
-    ids=["surrogate", "digits"],
+    ids=["surrogate", "digits", "text", "tools"],
 )
 def test_value_that_is_not_a_prompt(line: str, fault: str, refused: Refused, checkpoint: Path, tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
@@ -287,6 +293,26 @@ def test_linear_scaling_stretches_the_models_positions(
 def test_prompt_too_long_for_max_context(refused: Refused, checkpoint: Path) -> None:
     message = refused("--model", checkpoint, "--prompt", "abc", "--max-new-tokens", "5", "--max-context", "8")
     assert "9 tokens needed (4 of prompt, 5 new), max_context is 8" in message
+
+
+def test_a_default_length_fits_the_model(run: Run, refused: Refused, checkpoint: Path, tmp_path: Path) -> None:
+    """A number that was given is refused; the default generates what fits, and says so."""
+    ids, flags = ",".join(["5"] * 1000), ("--model", checkpoint, "--transport", "gloo", "--ignore-eos")
+    code, _, err = run(*flags, "--prompt-ids", ids, "--json", tmp_path / "out.json")
+    assert code == 0
+    assert err.startswith(
+        "alspec: max_new_tokens: 24 instead of 128, the default: the prompt has 1000 tokens, the model's "
+        "max_position_embeddings is 1024\n"
+    )
+    assert len(read_json(tmp_path / "out.json")["requests"][0]["token_ids"]) == 24
+    code, _, err = run(*flags, "--prompt-ids", "5,5,5", "--max-context", "10", "--max-new-tokens", "7")
+    assert code == 0
+    assert "max_new_tokens" not in err
+    message = refused(*flags, "--prompt-ids", ids, "--max-new-tokens", "128")
+    assert "1128 tokens needed (1000 of prompt, 128 new)" in message
+    (tmp_path / "given.yaml").write_text("max_new_tokens: 128\n")
+    assert refused(*flags, "--prompt-ids", ids, "--config", tmp_path / "given.yaml") == message
+    assert "1152 tokens needed (1024 of prompt, 128 new)" in refused(*flags, "--prompt-ids", f"{ids}{',5' * 24}")
 
 
 # Chat.
@@ -476,7 +502,7 @@ def test_output_that_cannot_be_written(flag: str, refused: Refused, checkpoint: 
 
 def test_refused_run_leaves_its_output_files_alone(refused: Refused, checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "old.json").write_text("kept")
-    refused("--model", checkpoint, "--prompt", " ", "--json", tmp_path / "new.json", "--trace", tmp_path / "old.json")
+    refused("--model", checkpoint, "--prompt", "", "--json", tmp_path / "new.json", "--trace", tmp_path / "old.json")
     assert [path.name for path in tmp_path.iterdir()] == ["old.json"]
     assert (tmp_path / "old.json").read_text() == "kept"
 

@@ -13,14 +13,23 @@ import pytest
 import yaml
 from paths import ROOT
 
-from alspec.config import BenchConfig, CommandConfig, DoctorConfig, EvaluateConfig, GenerateConfig, LatencyConfig
-from alspec.errors import DoesNotFitError
-from alspec.launch import bench_kernels, doctor, evaluate, generate, latency
-from alspec.launch.terminal.flags import Parser, check_picture, parse_command
+from alspec.config import (
+    BenchConfig,
+    ChatConfig,
+    CommandConfig,
+    DoctorConfig,
+    EvaluateConfig,
+    GenerateConfig,
+    LatencyConfig,
+)
+from alspec.errors import DoesNotFitError, UserError
+from alspec.launch import bench_kernels, chat, doctor, evaluate, generate, latency
+from alspec.launch.terminal.flags import Parser, check_picture, parse, parse_command
 from alspec.launch.terminal.output import exit_code
 
 SCHEMAS: dict[ModuleType, type[CommandConfig]] = {
     generate: GenerateConfig,
+    chat: ChatConfig,
     latency: LatencyConfig,
     evaluate: EvaluateConfig,
     doctor: DoctorConfig,
@@ -141,3 +150,21 @@ def test_the_extension_of_a_picture_may_be_in_capitals(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     for name in ("plot.PNG", "plot.Svg", "plot.pdf"):
         check_picture("flags: --plot", tmp_path / name)
+
+
+@pytest.mark.parametrize("value", ["-hello", "---", "-1", "--hello there", "-", "-x=--prompt"])
+@pytest.mark.parametrize("joined", [False, True])
+def test_a_value_may_begin_with_a_dash(value: str, joined: bool) -> None:
+    def words(flag: str) -> list[str]:
+        return [f"{flag}={value}"] if joined else [flag, value]
+
+    argv = [*words("--prompt"), *words("--stop"), "--stop", "b", *words("--system"), "--chat", "--json", "-.json"]
+    config, _ = parse(Parser(prog="generate"), GenerateConfig, argv)
+    assert (config.prompt, config.system, config.stop) == (value, value, (value, "b"))
+    assert config.json_file == Path("-.json")
+
+
+@pytest.mark.parametrize("flag", ["--top-k", "--chat", "-h", "--temprature", "--temperature=1", "--stpo"])
+def test_a_flag_is_no_value(flag: str) -> None:
+    with pytest.raises(UserError, match="argument --prompt: expected one argument"):
+        parse(Parser(prog="generate"), GenerateConfig, ["--prompt", flag, "3"])

@@ -10,7 +10,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from generated import LONG_PROMPT, PROMPT, SMALL
+from generated import LONG_PROMPT, PROMPT, SMALL, read_json
 from tiers import fast
 
 from alspec import Engine
@@ -54,7 +54,7 @@ def test_no_more_is_encoded_than_the_model_takes(
     """A text of many megabytes is refused before it is cut into tokens."""
     with mock.patch.object(Tokenizer, name, autospec=True, side_effect=getattr(Tokenizer, name)) as encode:
         generate_json("--prompt", "hi", *flags, "--max-new-tokens", 1)
-    assert encode.call_args_list[0].kwargs == {"max_total_tokens": 1024}
+    assert encode.call_args_list[0].kwargs["max_total_tokens"] == 1024
 
 
 def test_prompt_flag_leaves_stdin_unread(generate_text: GenerateText, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,6 +81,74 @@ def test_chat_and_system(generate_json: Callable[..., Any], checkpoint: Path) ->
     assert prompt_text("--prompt", "hi", "--chat") == "<begin><user>hi<end><assistant>"
     expected = "<begin><system>be brief<end><user>hi<end><assistant>"
     assert prompt_text("--prompt", "hi", "--chat", "--system", "be brief") == expected
+
+
+def test_messages_and_other_keys_of_a_batch(
+    generate_text: GenerateText, generate_json: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Messages go through the chat template; what else a line holds is written with its answer."""
+    path = tmp_path / "prompts.jsonl"
+    user = {"role": "user", "content": "hi"}
+    lines: list[dict[str, Any]] = [
+        {"id": 7, "messages": [user]},
+        {"messages": [{"role": "system", "content": "be brief"}, user], "tags": ["a", None]},
+        {"prompt": "\n", "id": "x"},
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    found = generate_json("--prompt-file", path, *SMALL)["requests"]
+    chat = [
+        generate_json("--prompt", "hi", "--chat", *more, *SMALL)["requests"][0]
+        for more in ((), ("--system", "be brief"))
+    ]
+    assert [request["prompt_ids"] for request in found] == [chat[0]["prompt_ids"], chat[1]["prompt_ids"], [96, 0]]
+    extras = [{"id": 7}, {"tags": ["a", None]}, {"id": "x"}]
+    assert found[:2] == [answer | extra for answer, extra in zip(chat, extras, strict=False)]
+    printed = [json.loads(line) for line in generate_text("--prompt-file", path, *SMALL).splitlines()]
+    assert printed == [
+        {"request": index, "text": request["text"], "finish_reason": "length"} | extra
+        for index, (request, extra) in enumerate(zip(found, extras, strict=True))
+    ]
+
+
+def test_tools_of_a_batch_reach_the_template(make_checkpoint: Callable[..., Path], run: Run, tmp_path: Path) -> None:
+    folder = make_checkpoint(chat_template="{{ messages[0].content }}{% if tools %}{{ tools[0].name }}{% endif %}")
+    (tmp_path / "prompts.jsonl").write_text(
+        '{"messages": [{"role": "user", "content": "a"}], "tools": [{"name": "clock"}]}\n'
+    )
+    flags = ("--model", folder, "--transport", "gloo", "--prompt-file", tmp_path / "prompts.jsonl", *SMALL)
+    assert run(*flags, "--json", tmp_path / "out.json")[0] == 0
+    (request,) = read_json(tmp_path / "out.json")["requests"]
+    engine = Engine.from_pretrained(folder, transport="gloo")
+    assert engine.tokenizer is not None
+    assert engine.tokenizer.decode(request["prompt_ids"]) == "aclock"
+    assert "tools" not in request
+
+
+def test_a_template_that_refuses_messages_names_the_line(
+    make_checkpoint: Callable[..., Path], run: Run, tmp_path: Path
+) -> None:
+    folder = make_checkpoint(chat_template="{{ raise_exception('roles must alternate') }}")
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "a"}\n{"messages": [{"role": "user", "content": "a"}]}\n')
+    code, _, err = run("--model", folder, "--transport", "gloo", "--prompt-file", path)
+    assert code == 2
+    assert err.startswith(f"alspec: exit 2: prompt_file: {path}:2: {folder}: chat template: ")
+
+
+def test_a_dash_is_standard_input_and_output(
+    run: Run, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """`--json -` alone writes to standard output, so that a program can read it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.stdin", io.StringIO(PROMPT + "\n"))
+    flags = ("--model", checkpoint, "--transport", "gloo", *SMALL)
+    code, out, _ = run(*flags, "--prompt-file", "-", "--json", "-")
+    assert code == 0
+    _, text, _ = run(*flags, "--prompt", PROMPT)
+    (request,) = json.loads(out)["requests"]
+    assert request["text"] == text.removesuffix("\n")
+    assert out.endswith("}\n")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_batch_equals_each_request_alone(

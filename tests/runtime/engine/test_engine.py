@@ -528,6 +528,17 @@ def test_progress_includes_the_prompts_before(engine: Engine, monkeypatch: pytes
     assert done == [0, 64, 100, 164, 228]
 
 
+def test_a_default_length_fits(tiny_folder: Path) -> None:
+    small = Engine.from_pretrained(tiny_folder, transport="gloo", max_context=20)
+    with pytest.warns(
+        UserWarning, match="max_new_tokens: 5 instead of 128, the default: .* 15 tokens, max_context is 20"
+    ):
+        found = small.generate([[1] * 15, [2]], ignore_eos=True)
+    assert [len(each.token_ids) for each in found] == [5, 5]
+    with pytest.raises(UserError, match="21 tokens needed"):
+        small.generate([1] * 15, max_new_tokens=6)
+
+
 def test_times_agree_with_the_clock(engine: Engine) -> None:
     engine.load(1, 400)
     moments = [time.perf_counter()]

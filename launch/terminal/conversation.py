@@ -1,0 +1,72 @@
+"""A conversation: its messages, and the commands that a user can give between them."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from alspec.errors import UserError
+from alspec.launch.terminal.output import write_text
+from alspec.models.checkpoint.files import check_utf8
+
+__all__ = ["HELP", "Conversation"]
+
+HELP = """\
+/reset         begin a new conversation; the system message stays
+/system TEXT   replace the system message; without TEXT, remove it
+/save FILE     write the messages to FILE, which --prompt-file of generate.py reads if it ends in .jsonl
+/help          show this
+Ctrl-C stops an answer; a second Ctrl-C, or Ctrl-D, leaves."""
+
+_COMMAND = re.compile(r"/([a-z]+)(?:\s+(.*))?", re.DOTALL)
+
+
+class Conversation:
+    """Messages so far. A text is either a command, which `obey` carries out, or what the user says."""
+
+    def __init__(self, system: str | None) -> None:
+        self._system = None if system is None else check_utf8(system, "--system")
+        self._turns: list[dict[str, Any]] = []
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """All messages, as chat templates take them."""
+        system = [] if self._system is None else [{"role": "system", "content": self._system}]
+        return [*system, *self._turns]
+
+    def with_user(self, text: str) -> list[dict[str, Any]]:
+        """The messages, and a next one of the user."""
+        return [*self.messages, {"role": "user", "content": text}]
+
+    def add(self, user: str, assistant: str) -> None:
+        """Add a message of the user and its answer."""
+        self._turns += [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
+
+    def obey(self, text: str) -> str | None:
+        """Carry out a command.
+
+        Returns:
+            What to tell the user; None: the text is no command.
+        Raises:
+            UserError: an unknown command, or one that cannot be carried out.
+        """
+        command = _COMMAND.fullmatch(text)
+        if command is None:
+            return None
+        name, rest = command[1], (command[2] or "").strip()
+        if name == "help":
+            return HELP
+        if name == "reset":
+            self._turns = []
+            return "a new conversation"
+        if name == "system":
+            self._system = check_utf8(rest, "/system") if rest else None
+            return "the system message is replaced" if rest else "the system message is removed"
+        if name == "save":
+            if not rest:
+                raise UserError("/save: expected a file: /save FILE")
+            write_text(Path(rest).expanduser(), json.dumps({"messages": self.messages}, ensure_ascii=False) + "\n")
+            return f"{len(self.messages)} messages written to {rest}"
+        raise UserError(f"/{name} is no command; /help lists them (a message may begin with a space)")

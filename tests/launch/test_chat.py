@@ -1,0 +1,287 @@
+"""A conversation through a pipe, on a terminal, and with several ranks."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jobs
+import pytest
+from paths import ROOT
+
+from alspec.errors import DoesNotFitError
+from alspec.launch import chat
+from alspec.launch.terminal.conversation import Conversation
+from alspec.launch.terminal.user_input import UserInput
+from alspec.models.demo import DEMO_CHECKPOINT
+from alspec.runtime.engine import engine as engine_module
+from alspec.runtime.engine.engine import Engine
+from alspec.runtime.engine.kept_prefix import common_prefix
+
+CHAT = ROOT / "launch" / "chat.py"
+TURN = re.compile(
+    r"\[prompt (\d+) tokens, (\d+) kept from before; first token \d+ ms; (\d+)(?: at [\d.]+/s| tokens)(.*)\]"
+)
+Talk = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def talk(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Talk:
+    """`talk(lines, "--flag", ...)`: a conversation through a pipe; returns exit code, stdout and stderr."""
+
+    def call(text: str | bytes, *flags: object, model: Path = checkpoint) -> tuple[int, str, str]:
+        data = text.encode() if isinstance(text, str) else text
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data), encoding="ascii"))
+        capsys.readouterr()
+        code = chat.main(["--model", str(model), "--transport", "gloo", *map(str, flags)])
+        return (code, *capsys.readouterr())
+
+    return call
+
+
+def turns(err: str) -> list[tuple[int, int, int, str]]:
+    """(prompt tokens, kept ones, new tokens, note) of each answer."""
+    return [(int(found[1]), int(found[2]), int(found[3]), found[4]) for found in TURN.finditer(err)]
+
+
+def test_each_answer_is_that_of_the_whole_conversation(talk: Talk, checkpoint: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "talk.jsonl"
+    code, out, err = talk(f"\ufeffhi\n\n  \nwhat?\r\n/save {saved}\nand \u00e9?", "--max-new-tokens", 9, "--ignore-eos")
+    assert code == 0
+    assert "\x1b" not in out + err
+    engine = Engine.from_pretrained(checkpoint, transport="gloo")
+    assert engine.tokenizer is not None
+    messages: list[dict[str, str]] = []
+    lengths, kept, held = [], [], []
+    for text in ("hi", "what?", "and \u00e9?"):
+        messages.append({"role": "user", "content": text})
+        if len(messages) == 5:
+            assert json.loads(saved.read_text(encoding="utf-8")) == {"messages": messages[:-1]}
+        ids = engine.tokenizer.encode_chat(messages)
+        lengths.append(len(ids))
+        kept.append(common_prefix(ids, held))
+        answer = Engine.from_pretrained(checkpoint, transport="gloo").generate(ids, max_new_tokens=9, ignore_eos=True)
+        assert not isinstance(answer, list)
+        messages.append({"role": "assistant", "content": answer.text})
+        held = ids + answer.token_ids[:-1]
+    assert out == "".join(f"{message['content']}\n" for message in messages[1::2])
+    assert [turn[0] for turn in turns(err)] == lengths
+    assert [turn[1] for turn in turns(err)] == kept
+    assert kept[1] == lengths[0] + 8, "the answer is encoded as it was generated, unless it has special tokens"
+
+
+def test_commands(talk: Talk, tmp_path: Path) -> None:
+    lines = "/system be brief\nhi\n/reset\nhi\n/system\nhi\n/etc/hosts\n /reset\n/none\n/help\n/save\n/save /none/x\n"
+    code, out, err = talk(lines, "--max-new-tokens", 3, "--ignore-eos", "--system", "first")
+    assert code == 0
+    assert len(out.splitlines()) >= 5
+    lengths = [turn[0] for turn in turns(err)]
+    brief, plain = len("<>") + len("hi") + len("<>") - 1, len("<>") + len("hi") + len("<>") - 1
+    assert lengths[0] == lengths[1], "/reset keeps the system message and drops the others"
+    assert lengths[2] > lengths[1] - len("be brief") - 2, "without a system message, but with the turn before"
+    assert brief == plain
+    assert len(lengths) == 5, "a path and a line that begins with a space are no commands"
+    assert "alspec: /none is no command; /help lists them" in err
+    assert "Ctrl-C stops an answer" in err
+    assert "alspec: /save: expected a file: /save FILE" in err
+    assert "alspec: cannot write /none/x: " in err
+
+
+def test_messages_of_a_conversation() -> None:
+    conversation = Conversation("a")
+    user = {"role": "user", "content": "hi"}
+    assert conversation.with_user("hi") == [{"role": "system", "content": "a"}, user]
+    conversation.add("hi", "yes")
+    assert conversation.messages[1:] == [user, {"role": "assistant", "content": "yes"}]
+    assert conversation.obey("/system  b c \n") is not None
+    assert conversation.messages[0] == {"role": "system", "content": "b c"}
+    assert conversation.obey("/reset") is not None
+    assert conversation.messages == [{"role": "system", "content": "b c"}]
+    assert conversation.obey("/system") is not None
+    assert conversation.messages == []
+    for text in ("hi", "/a/b", "/ reset", "/Reset", "a /reset", " /reset", "/reset!"):
+        assert conversation.obey(text) is None
+
+
+def test_a_conversation_ends_where_its_positions_do(talk: Talk) -> None:
+    """Answers are cut to what fits; then only a new conversation goes on."""
+    code, _, err = talk("a" * 40 + "\nb\n/reset\nc\n", "--max-context", 60, "--ignore-eos")
+    assert code == 0
+    assert [(turn[0] + turn[2], turn[3]) for turn in turns(err)] == [(60, "; cut: no more tokens fit")] * 2
+    assert "the conversation has" in err
+    assert "60 is the most; /reset begins a new one" in err
+    _, _, err = talk("c\n", "--max-new-tokens", 5, "--ignore-eos")
+    assert turns(err)[0][2:] == (5, "; cut: --max-new-tokens 5")
+
+
+def test_the_cache_is_as_large_as_fits(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
+    error = DoesNotFitError("does not fit")
+    error.largest_context = 128
+    check_fits = engine_module.check_fits
+
+    def small(*args: Any) -> Any:
+        if args[4] > 128:
+            raise error
+        return check_fits(*args)
+
+    monkeypatch.setattr(engine_module, "check_fits", small)
+    code, _, err = talk("hi\n", "--max-new-tokens", 3)
+    assert code == 0
+    assert "alspec: a conversation can have 128 of 1024 tokens: more do not fit" in err
+    assert talk("hi\n", "--max-context", 200)[0] == 3
+
+
+@pytest.mark.parametrize(
+    ("model", "needle"), [("no template", "has no chat template; use an instruction-tuned"), ("random", "chat: random")]
+)
+def test_a_model_that_cannot_chat(model: str, needle: str, make_checkpoint: Callable[..., Path], talk: Talk) -> None:
+    if model == "random":
+        code = chat.main(["--random-weights", "llama-3.2-1b"])
+    else:
+        code, _, err = talk("hi\n", model=make_checkpoint(chat_template=None))
+        assert needle in err
+        assert err.count("\n") == 1
+    assert code == 2
+
+
+def test_input_that_is_not_text(talk: Talk) -> None:
+    code, _, err = talk(b"abc\xff\n")
+    assert (code, err) == (2, "alspec: exit 2: standard input is not UTF-8; give UTF-8 text\n")
+
+
+class Terminal:
+    """A Python program on a terminal of its own, as a shell starts it."""
+
+    def __init__(self, *argv: object) -> None:
+        self.process, self.fd = pty.fork()
+        if self.process == 0:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            variables = os.environ | {"TERM": "xterm", "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+            # The shell keeps the terminal, which hangs up when the first process of its session ends.
+            script = 'trap : INT; "$0" "$@"; code=$?; sleep 0.2; exit $code'
+            os.execve("/bin/sh", ["sh", "-c", script, sys.executable, *map(str, argv)], variables)
+        self.shown = ""
+
+    def type(self, keys: str) -> None:
+        self.shown = ""
+        os.write(self.fd, keys.encode())
+
+    def wait_for(self, pattern: str, timeout_s: float = 90) -> re.Match[str]:
+        """Wait until the pattern has been shown since the last keys."""
+        deadline = time.monotonic() + timeout_s
+        while (found := re.search(pattern, self.shown, re.DOTALL)) is None:
+            assert time.monotonic() < deadline, f"{pattern!r} is not in {self.shown!r}"
+            if select.select([self.fd], [], [], 0.2)[0]:
+                try:
+                    self.shown += os.read(self.fd, 4096).decode(errors="replace")
+                except OSError:  # the program has ended
+                    time.sleep(0.05)
+                    assert re.search(pattern, self.shown, re.DOTALL), f"{pattern!r} is not in {self.shown!r}"
+        return found
+
+    def exit_code(self) -> int:
+        deadline = time.monotonic() + 60
+        while (ended := os.waitpid(self.process, os.WNOHANG)) == (0, 0):
+            assert time.monotonic() < deadline, f"still running: {self.shown!r}"
+            if select.select([self.fd], [], [], 0.1)[0]:
+                try:
+                    self.shown += os.read(self.fd, 4096).decode(errors="replace")
+                except OSError:
+                    time.sleep(0.05)
+        return os.waitstatus_to_exitcode(ended[1])
+
+
+@pytest.fixture
+def terminal() -> Iterator[Callable[..., Terminal]]:
+    started: list[Terminal] = []
+
+    def start(*argv: object) -> Terminal:
+        started.append(Terminal(*argv))
+        return started[-1]
+
+    yield start
+    for each in started:
+        try:
+            os.kill(each.process, signal.SIGKILL)
+            os.waitpid(each.process, 0)
+        except (ProcessLookupError, ChildProcessError):
+            pass
+        os.close(each.fd)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_a_terminal(ranks: int, terminal: Callable[..., Terminal]) -> None:
+    """Ctrl-C stops an answer and not the program; the arrow key brings back a line; a second Ctrl-C leaves."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks] if ranks > 1 else []
+    flags = ["--transport", "gloo", "--ignore-eos", "--max-new-tokens", "8000"]
+    program = terminal(*torchrun, CHAT, *flags)
+    program.wait_for("> $")
+    program.type("Tell me a story\n")
+    program.wait_for(r"story\r\n.{80}")
+    program.type("\x03")
+    stopped = TURN.search(program.wait_for(r"; stopped\].*> $").string)
+    assert stopped is not None
+    program.type("And")
+    program.wait_for("And")
+    program.type("\x03")
+    program.wait_for("leaves.*> $")
+    program.type("\x1b[A again\n")  # the line before, and more
+    program.wait_for(r"Tell me a story again.{40}")
+    program.type("\x03")
+    again = TURN.search(program.wait_for(r"; stopped\].*> $").string)
+    assert again is not None
+    assert int(again[2]) >= int(stopped[1]), "the second turn keeps the first one's prompt"
+    program.type("\x03")
+    assert program.exit_code() == 0, program.shown
+    assert termios.tcgetattr(program.fd)[6][termios.VINTR] == b"\x03", "the terminal has its settings back"
+
+
+def test_presses_of_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the first token it raises at once; later the first one stops, and the second one raises."""
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    with jobs.default_interrupts(), UserInput(is_alone=True) as user:
+        with user.answering(), pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        assert user.presses == 1
+        user.presses = 0
+        with user.answering():
+            user.has_first_token()
+            assert not user.stops()
+            signal.raise_signal(signal.SIGINT)
+            assert user.stops()
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) != signal.default_int_handler
+
+
+@pytest.mark.slow
+def test_two_ranks_through_a_pipe(tmp_path: Path) -> None:
+    """Rank 0 reads; the answers are those of one rank."""
+    flags = ["--transport", "gloo", "--dtype", "fp32", "--max-new-tokens", "12", "--ignore-eos"]
+    lines = "Once upon a time\n/system x\nGo on\n"
+    outs = []
+    for ranks in (1, 2):
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+        with jobs.default_interrupts():
+            done = subprocess.run(
+                [sys.executable, *torchrun, str(CHAT), "--model", str(DEMO_CHECKPOINT), *flags],
+                input=lines, capture_output=True, text=True, timeout=120, env=os.environ | {"OMP_NUM_THREADS": "1"},
+            )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        outs.append((done.stdout, [turn[:3] for turn in turns(done.stderr)]))
+    assert outs[0] == outs[1]
+    assert len(outs[0][1]) == 2
