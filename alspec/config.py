@@ -263,7 +263,7 @@ class GenerateConfig(CommandConfig, EngineConfig, SamplingConfig):
 class ChatConfig(CommandConfig, EngineConfig, SamplingConfig):
     """Settings of `launch/chat.py`."""
 
-    max_new_tokens: _Int = Field(default=1024, ge=1, description="most tokens of an answer; fewer if fewer fit")
+    max_new_tokens: Int = Field(default=1024, ge=1, description="most tokens of an answer; fewer if fewer fit")
     system: str | None = Field(default=None, description="system message")
 
 
@@ -309,9 +309,10 @@ class EvaluateConfig(CommandConfig, EngineConfig):
     """Settings of `launch/evaluate.py`."""
 
     text: FilePath | None = Field(default=None, description=".txt, or .jsonl / .jsonl.xz with a 'text' field; required")
-    contexts: Several[Tokens] = Field(
-        default=(1024, 8192),
-        description="lengths in tokens of the windows for bits per byte, and of the needle prompts",
+    contexts: Several[Tokens] | None = Field(
+        default=None,
+        description="lengths in tokens of the windows for bits per byte, and of the needle prompts; default: those of "
+        "1k,8k that the model has positions for",
     )
     windows: Int = Field(default=16, ge=0, description="windows of the longest context to score; 0: no bits per byte")
     recall: Int = Field(
@@ -325,6 +326,12 @@ class EvaluateConfig(CommandConfig, EngineConfig):
         ge=0,
         description="prompts for each context and depth: with a needle in the demo checkpoint's format, and with a "
         "pair of --records",
+    )
+    answers: Int = Field(
+        default=0,
+        ge=0,
+        description="prompts for each context, whose greedy answers by full attention are compared with the choices "
+        "under each lambda, token by token",
     )
     depths: Several[Share] = Field(
         default=(0.0, 0.25, 0.5, 0.75, 1.0),

@@ -20,8 +20,11 @@ from alspec.errors import UserError
 from alspec.kernels.kv_codec.formats import rotates_values
 from alspec.kernels.kv_codec.quantised_layer import HEAD_DIMS
 from alspec.launch.evaluate_tasks import (
+    ANSWER,
     Quality,
     Task,
+    answer_tasks,
+    answered,
     first_lossy_position,
     needle_tasks,
     read_text,
@@ -32,7 +35,7 @@ from alspec.launch.evaluate_tasks import (
 )
 from alspec.launch.plots.plot_quality import draw, threshold_name
 from alspec.launch.terminal.display import StatusLine
-from alspec.launch.terminal.flags import Parser, check_picture, check_positions, check_writable, parse_command
+from alspec.launch.terminal.flags import Parser, check_picture, check_positions, check_writable, notify, parse_command
 from alspec.launch.terminal.output import append_rows, exit_code, result_console, writing
 from alspec.models.checkpoint.source import model_name
 from alspec.runtime.decode.eager_step import WARM_UP_TOKENS
@@ -52,6 +55,7 @@ EPILOG = (
     "--norm-corrections on,off, or --value-quantisers codebook,uniform. "
     "Only --baselines uses --threshold: the hit rates at this lambda choose the fixed layers."
 )
+CONTEXTS = (1024, 8192)  # without --contexts
 # In the baseline of fixed layers, a layer always speculates if its measured hit rate is above this (ALSpec, Figure 2).
 FIXED_LAYER_HIT_RATE = 0.8
 
@@ -71,16 +75,16 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(config: EvaluateConfig, command: str) -> int:
     _check(config)
-    contexts = sorted(set(config.contexts))
-    _check_baselines(config, contexts[-1])
     caches = _caches(config)
     assert config.text is not None  # checked above
     text = read_text(config.text)
-    # The engine's own cache is unused: the content of each codec's cache is computed from keys and values of the text.
-    speculation = config.speculation.model_copy(update={"mode": "simulated"})
+    # Scores do not use the engine's own cache and mode: the content of each codec's cache is computed from keys and
+    # values of the text. The answers to compare with are decoded by full attention.
+    speculation = config.speculation.model_copy(update={"mode": "off" if config.answers else "simulated"})
     exact = {"kv_cache": "bf16", "kv_protect": 0, "softmax": "exact"}
     engine = Engine(config.model_copy(update={"speculation": speculation, **exact}))
-
+    contexts = _contexts(config, engine)
+    _check_baselines(config, contexts[-1])
     with guarded(engine.heartbeat, "Lower --contexts, or use more ranks"):
         return _evaluate(engine, config, _tasks(engine, config, contexts, text), caches, command)
 
@@ -93,8 +97,8 @@ def _check(config: EvaluateConfig) -> None:
         raise UserError("flags: --speculation: evaluate is always simulated; leave it out")
     if config.max_context is not None:
         raise UserError("flags: --max-context: lengths come from --contexts; leave it out")
-    if not (config.windows or config.recall or config.needles or config.records):
-        raise UserError("flags: nothing to measure; give one of --windows, --recall, --needles or --records")
+    if not (config.windows or config.recall or config.needles or config.records or config.answers):
+        raise UserError("flags: nothing to measure; give one of --windows, --answers, --recall, --needles or --records")
     if config.baselines and not config.windows:
         raise UserError("flags: --baselines takes its fixed layers from bits per byte; give --windows")
     _check_effects(config)
@@ -128,6 +132,18 @@ def _check_effects(config: EvaluateConfig) -> None:
     for name, (has_effect, reason) in effects.items():
         if given[name] != default[name] and not has_effect:
             raise UserError(f"flags: --{name.replace('_', '-')}: {reason}, or leave it out")
+
+
+def _contexts(config: EvaluateConfig, engine: Engine) -> list[int]:
+    """Lengths to measure, in ascending order; by default those of `CONTEXTS` that fit, or the model's own length."""
+    if config.contexts is not None:
+        return sorted(set(config.contexts))
+    limit = engine.model_config.longest_context
+    contexts = [context for context in CONTEXTS if context <= limit] or [limit]
+    if contexts != list(CONTEXTS) and engine.placement.rank == 0:
+        measured = ", ".join(map(str, contexts))
+        notify([f"the model has {limit} positions: measuring contexts of {measured} tokens; --contexts names others"])
+    return contexts
 
 
 def _check_baselines(config: EvaluateConfig, longest: int) -> None:
@@ -182,15 +198,16 @@ def _tasks(engine: Engine, config: EvaluateConfig, contexts: list[int], text: st
     longest = max(contexts)
     check_positions(longest, engine.model_config)
     tasks = []
+    count = max(config.windows, config.answers)
+    ids = tokenizer.encode(text, add_bos=False) if count else []
+    if len(ids) < count * longest:
+        raise UserError(f"flags: --text: {count} windows of {longest} tokens needed, {config.text} has {len(ids)}")
     if config.windows:
-        ids = tokenizer.encode(text, add_bos=False)
         needed = config.windows * longest
-        if len(ids) < needed:
-            raise UserError(
-                f"flags: --text: {config.windows} windows of {longest} tokens needed, {config.text} has {len(ids)}"
-            )
         begin = tokenizer.encode("")  # each window begins like a prompt
         tasks += [text_task(begin, ids[:needed], context) for context in contexts]
+    if config.answers:
+        tasks += answer_tasks(engine, ids, contexts, config.answers)
     if config.recall:
         tasks.append(recall_task(engine, text, longest, config.recall))
     if config.records is not None:
@@ -220,6 +237,8 @@ def _evaluate(
     with StatusLine(is_first) as status:
         status.show("loading weights")
         engine.load(1, WARM_UP_TOKENS)  # the scoring of texts does not use its cache
+        status.show("answers by full attention")
+        tasks = [answered(engine, task) if task.measure == ANSWER else task for task in tasks]
         rows = _measure(engine, config, tasks, caches, command, status)
     if is_first:
         result_console(config.rows, width=180).print(_table(engine, rows))
@@ -292,6 +311,7 @@ def _row(
         },
         "value": quality.value,
         "unit": task.measure,
+        **({"details": quality.details} if quality.details else {}),
         "hit_rate": None if rates is None else sum(rates) / len(rates),
         "hit_rate_per_layer": None if rates is None else [round(rate, 4) for rate in rates],
         **provenance(engine.placement.world_size if engine.device.type == "cuda" else 0, command),

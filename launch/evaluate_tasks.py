@@ -9,13 +9,14 @@ import math
 import re
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeGuard
 
 import tokenizers
 import torch
 
+from alspec.config import SamplingConfig
 from alspec.errors import UserError, show
 from alspec.models.checkpoint.files import parse_json
 from alspec.models.demo.demo_tokenizer import SPECIAL_TOKENS
@@ -26,8 +27,11 @@ from alspec.runtime.eval.quality import TextScore, score_under
 from alspec.runtime.eval.teacher_forced import CacheSetting
 
 __all__ = [
+    "ANSWER",
     "Quality",
     "Task",
+    "answer_tasks",
+    "answered",
     "first_lossy_position",
     "needle_tasks",
     "read_text",
@@ -38,6 +42,9 @@ __all__ = [
 ]
 
 
+ANSWER_TOKENS = 128  # longest answer that is compared with the one under full attention
+ANSWER = "greedy tokens equal"
+INSTRUCTION = "Read this text.\n\n{}\n\nWhat happens in it? Answer in a few sentences."
 MAX_VOCAB = 2**16  # largest vocabulary for prompts in the demo checkpoint's format
 # An argument that `recall_prompts` may refuse -> its flag.
 RECALL_FLAGS = {"corpus_text": "--text", "context_tokens": "--contexts"}
@@ -55,7 +62,8 @@ class Task:
 
     def run(self, engine: Engine, thresholds: Sequence[Sequence[float]], cache: CacheSetting) -> list[Quality]:
         """Measure it under several settings of lambda, each with one value for each layer."""
-        return (_bits_per_byte if self.answers is None else _recall)(engine, self, thresholds, cache)
+        measured = _bits_per_byte if self.answers is None else _agreement if self.measure == ANSWER else _recall
+        return measured(engine, self, thresholds, cache)
 
 
 @dataclass(frozen=True)
@@ -64,6 +72,7 @@ class Quality:
 
     value: float
     hit_rates: list[float] | None  # None if no A~ leaves out a token
+    details: dict[str, float] = field(default_factory=dict)  # other values of the same texts
 
 
 @dataclass(frozen=True)
@@ -189,6 +198,40 @@ def record_needle_tasks(
     return tasks
 
 
+def answer_tasks(engine: Engine, ids: list[int], contexts: Sequence[int], count: int) -> list[Task]:
+    """Prompts over running text, chats where the model has a template. Their answers are still to come (`answered`).
+
+    Prompt and answer together have about as many tokens as the context.
+
+    Raises:
+        UserError: a context that has no room for a prompt and an answer.
+    """
+    assert engine.tokenizer is not None
+    tokenizer = engine.tokenizer
+
+    def prompt_ids(text: str) -> list[int]:
+        if not tokenizer.has_chat_template:
+            return tokenizer.encode(text)
+        return tokenizer.encode_chat([{"role": "user", "content": INSTRUCTION.format(text)}])
+
+    tasks = []
+    for context in contexts:
+        # Text that is cut out of a longer one may have a token more at each end.
+        room = context - ANSWER_TOKENS - len(prompt_ids("")) - 2
+        if room < 1:
+            raise UserError(f"flags: --contexts: {context} tokens have no room for a prompt and {ANSWER_TOKENS} more")
+        prompts = [prompt_ids(tokenizer.decode(ids[at * room : (at + 1) * room])) for at in range(count)]
+        tasks.append(Task(ANSWER, context, [prompt[-(context - ANSWER_TOKENS) :] for prompt in prompts], []))
+    return tasks
+
+
+def answered(engine: Engine, task: Task) -> Task:
+    """One of `answer_tasks` with the greedy answers of the engine, which must be loaded, with speculation off."""
+    sampling = SamplingConfig(max_new_tokens=ANSWER_TOKENS)
+    answers = [[token.token_id for token in engine.stream([prompt], sampling)] for prompt in task.texts]
+    return replace(task, answers=answers)
+
+
 def _record_cases(path: Path, count: int) -> list[RecordCase]:
     try:
         with gzip.open(path, "rt", encoding="utf-8") as lines:
@@ -297,6 +340,36 @@ def _recall(engine: Engine, task: Task, thresholds: Sequence[Sequence[float]], c
             hits[index] += score.hits[:, first:].sum(1)
     rates = _shares(hits, counted)
     return [Quality(count / len(task.texts), layers) for count, layers in zip(right, rates, strict=True)]
+
+
+def _agreement(engine: Engine, task: Task, thresholds: Sequence[Sequence[float]], cache: CacheSetting) -> list[Quality]:
+    """Return the share of the answers' tokens that are the greedy choice after the same tokens before them.
+
+    Details: the share of tokens before the first difference, which are those that greedy decoding under speculation has
+    in common with the answer, and the share of answers without a difference.
+    """
+    assert task.answers is not None
+    first_lossy = first_lossy_position(engine.config.speculation.chunk_size)
+    tokens = sum(map(len, task.answers))
+    counted = 0
+    equal, common, whole = ([0] * len(thresholds) for _ in range(3))
+    hits = torch.zeros(len(thresholds), engine.model_config.num_layers)
+    for prompt, answer in zip(task.texts, task.answers, strict=True):
+        # The last token of an answer chooses nothing: its verdicts are not counted.
+        first, last = max(len(prompt), first_lossy), len(prompt + answer) - 1
+        counted += max(last - first, 0)
+        for index, score in enumerate(_scores(engine, prompt + answer, thresholds, len(prompt), cache)):
+            same = score.predicted[len(prompt) - 1 :] == torch.tensor(answer)
+            equal[index] += int(same.sum())
+            common[index] += int(same.long().cumprod(0).sum())
+            whole[index] += bool(same.all())
+            hits[index] += score.hits[:, first:last].sum(1)
+    details = [
+        {"share before the first difference": before / tokens, "share of whole answers": each / len(task.texts)}
+        for before, each in zip(common, whole, strict=True)
+    ]
+    rates = _shares(hits, counted)
+    return [Quality(count / tokens, rate, more) for count, rate, more in zip(equal, rates, details, strict=True)]
 
 
 def _shares(hits: torch.Tensor, counted: int) -> list[list[float] | None]:

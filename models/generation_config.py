@@ -8,11 +8,11 @@ from typing import Any
 from alspec.errors import show
 from alspec.models.checkpoint.files import is_there, read_json
 
-__all__ = ["GENERATION_CONFIG", "notice_of_settings", "read_generation_config"]
+__all__ = ["GENERATION_CONFIG", "NEUTRAL_VALUES", "notice_of_settings", "read_generation_config"]
 
 GENERATION_CONFIG = "generation_config.json"
 # Settings that change which token is chosen, also at temperature 0, with the value that has no effect.
-_NEUTRAL_VALUES = {
+NEUTRAL_VALUES = {
     "repetition_penalty": 1.0,
     "no_repeat_ngram_size": 0,
     "suppress_tokens": [],
@@ -38,7 +38,7 @@ def notice_of_settings(folder: Path) -> str | None:
     Temperature, top-k, top-p and `do_sample` are not listed: they do not change greedy tokens.
     """
     given = read_generation_config(folder)
-    ignored = {name: given[name] for name, neutral in _NEUTRAL_VALUES.items() if given.get(name) not in (None, neutral)}
+    ignored = {name: given[name] for name, neutral in NEUTRAL_VALUES.items() if given.get(name) not in (None, neutral)}
     if not ignored:
         return None
     listed = ", ".join(f"{name} {show(value, 20)}" for name, value in ignored.items())

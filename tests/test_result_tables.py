@@ -352,6 +352,34 @@ def test_tables_of_quality_measured_again(project: Path) -> None:
     assert "\n| 0.1 | 50% | 1.5000 | 50% | 25% |\n" in short
 
 
+def test_tables_of_speculation_on_a_real_model(project: Path) -> None:
+    """Lines for each S and lambda, columns for each context, layers, answers; the last of repeated rows counts."""
+    rows, at = [], {"model": "smollm2", "codec": "bf16", "cache": "bf16", "dtype": "bf16"}
+    for chunk in (256, 128):
+        for threshold, change in (("inf", 0.5), ("0.1", 0.25), ("0.0", 0.0)):
+            key = at | {"chunk_size": chunk, "threshold": threshold, "samples": 3}
+            for context in (8192, 2048):
+                rows.append(quality_row("bits per byte", context, 9.0, [0.0, 0.0], **key))
+                rows.append(quality_row("bits per byte", context, 1 + change, [change, 2 * change], **key))
+                answer = json.loads(quality_row("greedy tokens equal", context, 1 - change, [change, change], **key))
+                shares = {"share before the first difference": 0.5, "share of whole answers": 1 - 2 * change}
+                rows.append(json.dumps(answer | {"details": shares}))
+    lines = section(make_tables(project, quality_smollm2=rows), "SmolLM2 over lambda, S and context")
+    tables = [line for line in lines if line.startswith("|")]
+    assert tables[0] == ("| S | lambda | bits per byte, 2048 | hit rate, 2048 | bits per byte, 8192 | hit rate, 8192 |")
+    assert tables[1:7] == [
+        f"| {chunk} | {threshold} | {value} | 50.0% | {value} | 50.0% |"
+        for chunk in (128, 256)
+        for threshold, value in (("0", "1.0000"), ("0.1", "1.2500"), ("inf", "1.5000"))
+    ]
+    assert tables[7:10] == ["| layer | S 128, 0.1 | S 256, 0.1 |", "| 0 | 25.0% | 25.0% |", "| 1 | 50.0% | 50.0% |"]
+    assert tables[12] == "| 128 | 0.1 | 75.0% | 50.0% | 50.0% | 50.0% | 75.0% | 50.0% | 50.0% | 50.0% |"
+    page = (project / "docs" / "performance.md").read_text()
+    short = page.split("<!-- speculation -->")[1].split("<!-- /speculation -->")[0]
+    assert "| 0.1 | 50.0% | 1.2500 | 75.0% | 50.0% |" in short
+    assert "256" not in short
+
+
 def test_table_of_selectors(project: Path) -> None:
     """Settings of half the heads in one table, selectors over the number of heads in another."""
     at = {"threshold": "0.0", "selector": "gap_std", "low_heads": None}

@@ -12,6 +12,7 @@ from quality_tables import ablated, codecs, needles, over_contexts, quality, sho
 from readme_tables import attention_at_a_glance, speculation_at_a_glance, steps_at_a_glance
 from result_rows import HERE, PARTS, provenance, read, table
 from shape_table import shapes
+from speculation_tables import short_speculation, speculation
 
 from alspec.config import QUANTISED_CODECS, SpeculationConfig
 from alspec.latency_model import StepCosts, speculative_step_us
@@ -43,6 +44,7 @@ def main() -> None:
     write_between(
         HERE.parent / "performance.md",
         quality=short_quality(),
+        speculation=short_speculation(),
         decode=short_decode(),
         decode_step=short_steps(),
         quantised=short_quantised(),
@@ -57,6 +59,7 @@ def main() -> None:
         shapes("Decode attention on random shapes on H100", read("shapes_h100.jsonl")),
         sampled(read("sampling.jsonl")),
         quality(read("quality.jsonl")),
+        speculation(),
         codecs("Demo checkpoint over caches", read("quality_codecs.jsonl")),
         over_contexts(read("quality_codecs.jsonl")),
         needles(read("quality_codecs.jsonl")),

@@ -13,6 +13,7 @@ from safetensors import safe_open
 from alspec.errors import UserError, show
 from alspec.interrupts import interrupts_wait
 from alspec.models.checkpoint.files import absent, is_there, read_json
+from alspec.models.checkpoint.model_folder import shards_without_index
 from alspec.models.checkpoint.safetensors_header import TensorEntry, read_header
 from alspec.models.llama_config import LlamaConfig
 
@@ -74,14 +75,16 @@ class Checkpoint:
         """
         folder = Path(folder)
         index_path = folder / _INDEX
+        weight_map = None
         if is_there(folder / _SINGLE):
-            weight_map = None
             paths = [folder / _SINGLE]
         elif is_there(index_path):
             weight_map = _read_weight_map(index_path)
             paths = [folder / name for name in sorted(set(weight_map.values()))]
         else:
-            raise _no_weights(folder)
+            paths = shards_without_index(folder)
+            if not paths:
+                raise _no_weights(folder)
         entries: dict[str, TensorEntry] = {}
         files: dict[str, Path] = {}
         for path in paths:

@@ -12,6 +12,7 @@ from alspec.models.checkpoint.checkpoint import Checkpoint, verify_checksums
 from alspec.models.checkpoint.gguf_checkpoint import GgufCheckpoint
 from alspec.models.checkpoint.gguf_config import gguf_config
 from alspec.models.checkpoint.gguf_header import is_gguf, part_paths, read_gguf
+from alspec.models.checkpoint.model_folder import usable_path
 from alspec.models.demo import DEMO_CHECKPOINT
 from alspec.models.llama_config import RANDOM_SHAPES, LlamaConfig
 from alspec.models.tokenizer.gguf_tokenizer import gguf_tokenizer
@@ -34,13 +35,13 @@ def model_path(config: EngineConfig) -> Path:
     """Folder or GGUF file of weights and tokenizer if weights are not random; by default the bundled demo checkpoint.
 
     Raises:
-        UserError: `smollm2` without the package that has its file.
+        UserError: `smollm2` without the package that has its file; as `usable_path`.
     """
     if config.model is None:
         return DEMO_CHECKPOINT
     if str(config.model) == _SMOLLM2 and not os.path.lexists(config.model):
         return _smollm2()
-    return config.model
+    return usable_path(config.model)
 
 
 def _smollm2() -> Path:

@@ -113,14 +113,14 @@ def _to_json(
 def render_chat(
     template: str,
     messages: list[dict[str, Any]],
-    special_tokens: dict[str, str],
+    variables: dict[str, Any],
     where: str,
     tools: list[dict[str, Any]] | None = None,
     add_generation_prompt: bool = True,
 ) -> str:
     """Render `messages`, with the conventions of Hugging Face templates.
 
-    The template can use `messages`, `add_generation_prompt`, `tools`, `documents=None` and `special_tokens` (such as
+    The template can use `messages`, `add_generation_prompt`, `tools`, `documents=None` and `variables` (such as
     `bos_token`), the functions `raise_exception` and `strftime_now`, a `tojson` that escapes nothing, and the
     block `{% generation %}`.
 
@@ -132,7 +132,7 @@ def render_chat(
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
-    variables = special_tokens | {
+    variables = variables | {
         "messages": messages,
         "add_generation_prompt": add_generation_prompt,
         "tools": tools,

@@ -101,15 +101,17 @@ class Tokenizer:
                 return config.bos_token_id
         return None
 
+    def named_token(self, name: str) -> str | None:
+        """Text of a special token that the tokenizer's own files name, such as `eos_token`."""
+        return special_tokens(self._settings).get(name)
+
     @property
     def prefix_token_id(self) -> int | None:
-        """Token that marks the beginning of a text: the begin token, else the tokenizer's end token, else None."""
-        if self._begin_ids:
-            return self._begin_ids[-1]
-        if self.bos_token_id is not None:
-            return self.bos_token_id
-        token = self._special_tokens.get("eos_token")
-        return None if token is None else self._core.token_to_id(token)
+        """Token that stands for an empty text: BOS or EOS that the tokenizer names, else the begin token, else None."""
+        for token in map(self.named_token, ("bos_token", "eos_token")):
+            if token is not None:
+                return self._core.token_to_id(token)
+        return self._begin_ids[-1] if self._begin_ids else self.bos_token_id
 
     def _find_begin_ids(self, settings: dict[str, Any]) -> list[int]:
         """Return the ids that each text begins with: by `add_bos_token` if the class obeys it, else by tokenizer.json.
@@ -189,15 +191,21 @@ class Tokenizer:
         return str(self._core.decode(ids, skip_special_tokens=True))
 
     @property
+    def chat_template(self) -> str | None:
+        """The template that `apply_chat_template` uses, or None. Raises as `find_template` does."""
+        return find_template(self._folder, self._settings)
+
+    @property
     def has_chat_template(self) -> bool:
         """Whether `apply_chat_template` has a template. Raises as `find_template` does."""
-        return find_template(self._folder, self._settings) is not None
+        return self.chat_template is not None
 
     def apply_chat_template(
         self,
         messages: list[dict[str, Any]],
         tools: list[dict[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        variables: dict[str, Any] | None = None,
     ) -> str:
         """The text of `messages`, as the template of the checkpoint writes it.
 
@@ -205,6 +213,7 @@ class Tokenizer:
             messages: dicts with `role` and `content`, and whatever else the template reads.
             tools: functions that the model may call, as JSON schemas.
             add_generation_prompt: end with the beginning of the assistant's answer.
+            variables: others that the template reads, such as `enable_thinking`.
         Raises:
             UserError: the folder has no usable chat template; see `find_template`, `render_chat`.
         """
@@ -214,8 +223,8 @@ class Tokenizer:
                 f"{self._folder}: chat template: expected chat_template.jinja or chat_template in "
                 "tokenizer_config.json, found none; leave out --chat or use an instruction-tuned model"
             )
-        where = str(self._folder)
-        return render_chat(template, messages, self._special_tokens, where, tools, add_generation_prompt)
+        names = self._special_tokens | (variables or {})
+        return render_chat(template, messages, names, str(self._folder), tools, add_generation_prompt)
 
     def encode_chat(
         self,

@@ -8,6 +8,7 @@ import json
 import lzma
 import math
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,24 @@ def test_rows_and_table(text: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert values[0] == pytest.approx(values[1])
     assert 0.5 < values[0] < 4.0
     assert "bits per byte" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("positions", "measured"), [(300, [300]), (1200, [1024])])
+def test_default_contexts_fit_the_model(
+    positions: int, measured: list[int], text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(shutil.copytree(DEMO_CHECKPOINT, tmp_path / "model"))
+    config = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": positions}
+    (folder / "config.json").write_text(json.dumps(config))
+    rows = tmp_path / "rows.jsonl"
+    text.write_text(2 * TEXT)
+    flags = ["--text", str(text), "--model", str(folder), "--windows", "1", "--thresholds", "0", "--transport", "gloo"]
+    assert evaluate.main([*flags, "--rows", str(rows)]) == 0
+    assert [row["case"]["context"] for row in rows_of(rows)] == measured
+    said = f"the model has {positions} positions: measuring contexts of {measured[0]} tokens; --contexts names others"
+    assert said in " ".join(capsys.readouterr().err.split())
+    assert evaluate.main([*flags, "--contexts", "2k"]) == 2
+    assert f"--contexts: 2048 is beyond the model's {positions} positions" in capsys.readouterr().err
 
 
 def test_an_unused_cache_is_small(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:

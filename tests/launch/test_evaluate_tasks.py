@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import random
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -200,3 +201,74 @@ def test_broken_text_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[st
     path.write_bytes(b"caf\xe9" * 1000)
     with pytest.raises(UserError, match=f"flags: --text: {path}: not UTF-8 at byte 3; give a UTF-8 text file"):
         evaluate_tasks.read_text(path)
+
+
+def common_tokens(left: list[int], right: list[int]) -> int:
+    pairs = zip(left, right, strict=False)
+    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
+
+
+def test_answers_agree_as_far_as_greedy_decoding_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The share before the first difference is that of answers which the engine decodes under speculation."""
+    monkeypatch.setattr(evaluate_tasks, "ANSWER_TOKENS", 16)
+    text = (tmp_path / "text.txt", tmp_path / "rows.jsonl")
+    # Without rhyme or reason, so that near and far tokens suggest different ones.
+    words = [
+        "the",
+        "old",
+        "man",
+        "walked",
+        "down",
+        "a",
+        "road",
+        "and",
+        "nobody",
+        "knew",
+        "him",
+        "in",
+        "village",
+        "of",
+        "green",
+        "hills",
+        "7",
+        "19",
+        "42",
+        "when",
+        "night",
+        "fell",
+    ]
+    text[0].write_text(" ".join(random.Random(4).choices(words, k=3000)))
+    context, count, thresholds = 600, 3, (0.0, 0.3, float("inf"))
+    argv = ["--text", str(text[0]), "--contexts", str(context), "--windows", "0", "--answers", str(count)]
+    argv += ["--transport", "gloo", "--thresholds", ",".join(map(str, thresholds)), "--rows", str(text[1])]
+    assert evaluate.main(argv) == 0
+    rows = [json.loads(line) for line in text[1].read_text().splitlines()]
+    assert [row["case"]["measure"] for row in rows] == ["greedy tokens equal"] * 3
+
+    options = {"transport": "gloo", "speculation": {"mode": "off"}}
+    with Engine(validate(EngineConfig, options, "test")) as engine:
+        assert engine.tokenizer is not None
+        ids = engine.tokenizer.encode(text[0].read_text(), add_bos=False)
+        (task,) = evaluate_tasks.answer_tasks(engine, ids, [context], count)
+        answers = evaluate_tasks.answered(engine, task).answers
+    assert answers is not None
+    assert all(context - 16 - 8 <= len(prompt) <= context - 16 for prompt in task.texts)
+    total = sum(map(len, answers))
+    for threshold, row in zip(thresholds, rows, strict=True):
+        options["speculation"] = {"mode": "simulated", "threshold": threshold}
+        with Engine(validate(EngineConfig, options, "test")) as engine:
+            lossy = [engine.generate(prompt, max_new_tokens=16).token_ids for prompt in task.texts]
+        common = sum(map(common_tokens, lossy, answers))
+        assert row["details"]["share before the first difference"] == pytest.approx(common / total)
+        assert row["details"]["share of whole answers"] == sum(map(list.__eq__, lossy, answers)) / count
+        assert row["value"] >= common / total
+    assert rows[0]["value"] == 1.0
+    assert rows[-1]["value"] < 1.0
+    assert rows[-1]["hit_rate"] == 1.0
+
+
+def test_contexts_without_room_for_an_answer_are_refused() -> None:
+    engine = simulated()
+    with pytest.raises(UserError, match="flags: --contexts: 140 tokens have no room for a prompt and 128 more"):
+        evaluate_tasks.answer_tasks(engine, [1] * 999, [140], 1)
+    engine.close()

@@ -1,35 +1,47 @@
-"""Likelihoods and answers for lm-eval, against transformers and the engine's own stream."""
+"""Likelihoods and answers for lm-eval, against transformers and the engine's own stream; lm-eval is not needed."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
-import math
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from tiers import fast
 
 from alspec.config import SamplingConfig
 from alspec.errors import UserError
 from alspec.launch import lm_eval_model
-from alspec.launch.lm_eval_model import cache_setting, generate_until, loglikelihood, loglikelihood_rolling, open_engine
+from alspec.launch.lm_eval_model import (
+    TaskTokenizer,
+    cache_setting,
+    generate_ids,
+    generation_defaults,
+    loglikelihood,
+    open_engine,
+    sampling_config,
+)
 from alspec.models.demo import DEMO_CHECKPOINT
 from alspec.runtime.engine.engine import Engine
 from alspec.runtime.eval.teacher_forced import CacheSetting
 
+LIMIT = 160
+
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    engine = open_engine(threshold=0.0, transport="gloo", dtype="fp32", max_context=160)
+    engine = open_engine(transport="gloo", dtype="fp32", max_context=LIMIT)
     yield engine
     engine.close()
+
+
+@pytest.fixture(scope="module")
+def texts(engine: Engine) -> TaskTokenizer:
+    assert engine.tokenizer is not None
+    return TaskTokenizer(engine.tokenizer)
 
 
 @pytest.fixture
@@ -46,7 +58,7 @@ def open_copy(tmp_path: Path) -> Iterator[Callable[..., Engine]]:
             settings = json.loads((folder / name).read_text(encoding="utf-8")) | values
             settings = {key: value for key, value in settings.items() if value is not None}
             (folder / name).write_text(json.dumps(settings), encoding="utf-8")
-        engines.append(open_engine(threshold=0.0, transport="gloo", dtype="fp32", max_context=160, model=folder))
+        engines.append(open_engine(transport="gloo", dtype="fp32", max_context=LIMIT, model=folder))
         return engines[-1]
 
     yield open_with
@@ -55,134 +67,183 @@ def open_copy(tmp_path: Path) -> Iterator[Callable[..., Engine]]:
 
 
 @torch.no_grad()
-def oracle_nats(ids: list[int], start: int) -> float:
+def oracle(context: list[int], continuation: list[int]) -> tuple[float, bool]:
     transformers = pytest.importorskip("transformers")
     model = transformers.LlamaForCausalLM.from_pretrained(DEMO_CHECKPOINT, dtype=torch.float32)
-    logits = model(torch.tensor([ids])).logits[0]
-    return float(torch.nn.functional.cross_entropy(logits[start - 1 : -1], torch.tensor(ids[start:]), reduction="sum"))
+    answer = torch.tensor(continuation)
+    logits = model(torch.tensor([context + continuation[:-1]])).logits[0, len(context) - 1 :]
+    nats = -float(torch.nn.functional.cross_entropy(logits, answer, reduction="sum"))
+    return nats, torch.equal(logits.argmax(-1), answer)
 
 
-@pytest.mark.parametrize("context", ["He walked slowly down the", "He walked slowly down the ", ""])
-def test_loglikelihood(engine: Engine, context: str) -> None:
-    assert engine.tokenizer is not None
-    continuation = "road to the village." if context.endswith(" ") else " road to the village."
-    ids = engine.tokenizer.encode(context.rstrip() + " road to the village.")
-    start = len(engine.tokenizer.encode(context.rstrip()))
-    nats, is_greedy = loglikelihood(engine, context, continuation)
-    assert nats == pytest.approx(-oracle_nats(ids, start), rel=1e-4)
-    assert not is_greedy
+@pytest.mark.parametrize("cut", [1, 2, 9])
+def test_loglikelihood(cut: int, engine: Engine, texts: TaskTokenizer) -> None:
+    ids = texts.encode("He walked slowly down the road to the village.")
+    nats, is_greedy = oracle(ids[:cut], ids[cut:])
+    assert loglikelihood(engine, ids[:cut], ids[cut:]) == (pytest.approx(nats, rel=1e-5), is_greedy)
 
 
-@pytest.mark.parametrize("space", fast([" ", "\n", "\n\n", " \t\n", "\u00a0"], keep=[" \t\n", "\u00a0"]))
-def test_whitespace_belongs_to_the_continuation(engine: Engine, space: str) -> None:
-    assert engine.tokenizer is not None
-    context, continuation = "He walked slowly down the", "road to the village."
-    ids, start = engine.tokenizer.encode(context + space + continuation), len(engine.tokenizer.encode(context))
-    expected = pytest.approx(-oracle_nats(ids, start), rel=1e-4)
-    assert loglikelihood(engine, context + space, continuation)[0] == expected
-    assert loglikelihood(engine, context, space + continuation)[0] == expected
+@pytest.mark.parametrize(("before", "count"), [(400, 5), (3, LIMIT), (LIMIT, 1), (1, LIMIT)])
+def test_beyond_the_positions_the_beginning_is_cut(
+    before: int, count: int, engine: Engine, texts: TaskTokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The model reads as many tokens as it has positions; the last token is predicted, not read."""
+    ids = texts.encode("a river and a boat, and the captain of the ship. " * 60)[: before + count]
+    assert len(ids) == before + count
+    kept = ids[-(LIMIT + 1) :]
+    expected = oracle(kept[:-count], kept[-count:])
+    assert loglikelihood(engine, ids[:before], ids[before:]) == (pytest.approx(expected[0], rel=1e-5), expected[1])
+    dropped = before + count - (LIMIT + 1)
+    assert (f"truncating {dropped} tokens from the left" in caplog.text) == (dropped > 0)
+
+
+def test_requests_that_cannot_be_answered_are_refused(engine: Engine, texts: TaskTokenizer) -> None:
+    for context, continuation in (([], [5]), ([5], [])):
+        with pytest.raises(UserError, match="expected a context and a continuation that adds tokens, found none"):
+            loglikelihood(engine, context, continuation)
+    with pytest.raises(UserError, match=f"a continuation of {LIMIT + 1} tokens; expected {LIMIT} at most"):
+        loglikelihood(engine, [5], [5] * (LIMIT + 1))
+    with pytest.raises(UserError, match=f"max_gen_toks: {LIMIT} leaves no room in {LIMIT} tokens"):
+        generate_ids(engine, texts, [5], SamplingConfig(max_new_tokens=LIMIT))
+    with pytest.raises(UserError, match="lm-eval: speculation: leave it out"):
+        open_engine(speculation="off")
 
 
 @pytest.mark.parametrize(
-    ("context", "settings", "prefix"),
+    ("settings", "prefix", "begins"),
     [
-        pytest.param(context, settings, prefix, marks=[] if context == fast_context else pytest.mark.full)
-        for settings, prefix, fast_context in (
-            ({"add_bos_token": False, "tokenizer_class": "LlamaTokenizerFast"}, "<|bos|>", ""),
-            ({"bos_token": None}, "<|eos|>", " "),
-            ({"eos_token": None}, "<|bos|>", None),
-        )
-        for context in ("", " ")
+        ({}, "<|bos|>", "<|bos|>"),
+        ({"add_bos_token": False, "tokenizer_class": "LlamaTokenizerFast"}, "<|bos|>", ""),
+        ({"bos_token": None}, "<|eos|>", ""),
+        ({"eos_token": None}, "<|bos|>", "<|bos|>"),
     ],
 )
-def test_an_empty_context_is_bos_or_eos(
-    context: str, settings: dict[str, Any], prefix: str, open_copy: Callable[..., Engine]
-) -> None:
-    """Every token counts, also where the tokenizer adds no BOS."""
-    engine = open_copy(**settings)
-    assert engine.tokenizer is not None
-    text = "The road to the village."
-    first, *ids = engine.tokenizer.encode(prefix + context + text)
-    expected = pytest.approx(-oracle_nats([first, *ids], 1), rel=1e-4)
-    assert loglikelihood(engine, context, text)[0] == expected
-    assert loglikelihood(engine, "", prefix + context + text)[0] == expected
-    if not context:
-        assert loglikelihood_rolling(engine, text) == expected
+def test_begin_of_texts(settings: dict[str, Any], prefix: str, begins: str, open_copy: Callable[..., Engine]) -> None:
+    tokenizer = open_copy(**settings).tokenizer
+    assert tokenizer is not None
+    text, ids_of = "The road", tokenizer.core.token_to_id
+    plain = tokenizer.encode(text, add_bos=False)
+    own = [ids_of(begins)] if begins else []
+    bos = [] if "bos_token" in settings else [ids_of("<|bos|>")]
+    for add_bos_token, begin in ((None, own), (True, bos), (False, [])):
+        texts = TaskTokenizer(tokenizer, add_bos_token)
+        assert texts.prefix_token_id == ids_of(prefix)
+        assert texts.encode(text) == texts.encode_prompt(text) == begin + plain
+        assert texts.encode(text, add_special_tokens=False) == plain
+        assert texts.encode(prefix + text) == [ids_of(prefix), *plain]  # once
+        assert texts.encode_prompt("") == begin or [ids_of(prefix)]
+    assert TaskTokenizer(tokenizer, prefix_token_id=7).prefix_token_id == 7
 
 
 def test_a_tokenizer_without_bos_and_eos(open_copy: Callable[..., Engine]) -> None:
-    engine = open_copy(bos_token=None, eos_token=None)
-    assert loglikelihood(engine, "He walked", " down")[0] < 0
-    for call in (lambda: loglikelihood(engine, "", "He"), lambda: loglikelihood_rolling(engine, "He")):
-        with pytest.raises(UserError, match="an empty context needs a BOS or EOS token"):
-            call()
+    tokenizer = open_copy(bos_token=None, eos_token=None).tokenizer
+    assert tokenizer is not None
+    texts = TaskTokenizer(tokenizer)
+    assert texts.encode("He walked") == tokenizer.encode("He walked")
+    with pytest.raises(UserError, match="an empty context needs a BOS or EOS token"):
+        texts.encode_prompt("")
 
 
 def test_memory_is_taken_for_generation_only() -> None:
-    with open_engine(threshold=0.0, transport="gloo", dtype="fp32") as engine:
-        longest = engine.model_config.max_position_embeddings
-        loglikelihood(engine, "a river and a boat. " * 50, "the captain")
+    with open_engine(transport="gloo", dtype="fp32") as engine:
+        assert engine.tokenizer is not None
+        texts = TaskTokenizer(engine.tokenizer)
+        long = texts.encode("a river and a boat. " * 50)
+        loglikelihood(engine, long, texts.encode("the captain"))
         assert engine.cache.max_context < 8
-        assert generate_until(engine, "He walked", {"max_gen_toks": 4})
-        assert engine.cache.max_context < 16
-        with pytest.raises(UserError, match=f"max_gen_toks: {longest} leaves no room in {longest} tokens"):
-            generate_until(engine, "He walked", {"max_gen_toks": longest})
-        assert generate_until(engine, "a river and a boat. " * 10, {"max_gen_toks": 4})
-        room = engine.cache.max_context
-        assert 50 < room < 100
-        assert generate_until(engine, "He walked", {"max_gen_toks": 4})
-        assert engine.cache.max_context == room
+        for count, low, high in ((3, 3, 16), (50, 50, 100), (3, 50, 100)):
+            assert len(generate_ids(engine, texts, long[:count], SamplingConfig(max_new_tokens=4))) == 4
+            assert low < engine.cache.max_context < high
 
 
-def test_greedy_decoding_is_reported_as_greedy(engine: Engine) -> None:
-    context = "The old man stood by the"
-    text = generate_until(engine, context, {"until": [], "max_gen_toks": 12})
-    assert text == "".join(token.text for token in engine.stream(context, SamplingConfig(max_new_tokens=12)))
-    assert loglikelihood(engine, context, text)[1]
-    stop = text[5:8]
-    assert generate_until(engine, context, {"until": [stop], "max_gen_toks": 12}) == text[: text.index(stop)]
+def test_greedy_decoding_is_reported_as_greedy(engine: Engine, texts: TaskTokenizer) -> None:
+    prompt, sampling = texts.encode_prompt("The old man stood by the"), SamplingConfig(max_new_tokens=12)
+    ids = generate_ids(engine, texts, prompt, sampling)
+    assert ids == [token.token_id for token in engine.stream([prompt], sampling)]
+    assert loglikelihood(engine, prompt, ids)[1]
+    assert not loglikelihood(engine, prompt, [*ids[:-1], ids[-1] - 1])[1]
 
 
-def test_sampling_settings_of_a_task_are_used(engine: Engine) -> None:
-    """They count only with do_sample; repeated requests have different seeds."""
-    context, room = "The old man stood by the", {"max_gen_toks": 12, "until": ["", "\n\n\n"]}
-    greedy = generate_until(engine, context, room)
-    for others in ({"temperature": 3.0}, {"do_sample": True, "temperature": 3.0, "top_k": 1}):
-        assert generate_until(engine, context, room | others) == greedy
-    assert generate_until(engine, context, room | {"do_sample": True, "top_p": 1e-6}) == greedy
-    sampled = [generate_until(engine, context, room | {"do_sample": True, "temperature": 3.0}, seed) for seed in (0, 1)]
-    config = SamplingConfig(max_new_tokens=12, temperature=3.0, seed=1)
-    assert sampled[1] == "".join(token.text for token in engine.stream(context, config))
-    assert len({greedy, *sampled}) == 3
-    with pytest.raises(UserError, match=r"lm-eval: top_p: .+, found 2"):
-        generate_until(engine, context, room | {"do_sample": True, "top_p": 2})
+def test_an_answer_ends_with_the_token_that_completes_a_text(engine: Engine, texts: TaskTokenizer) -> None:
+    prompt, sampling = texts.encode_prompt("The old man stood by the"), SamplingConfig(max_new_tokens=12)
+    ids = generate_ids(engine, texts, prompt, sampling)
+    text = texts.decode(ids)
+    for stop in (text[5:8], text[9:11], text[-1:]):
+        short = generate_ids(engine, texts, prompt, sampling, ["no such text", stop])
+        assert short == ids[: len(short)]
+        assert stop in texts.decode(short)
+        assert stop not in texts.decode(short[:-1])
 
 
-def test_a_long_context_loses_its_beginning(engine: Engine) -> None:
-    assert engine.tokenizer is not None
-    context, continuation = "a river and a boat. " * 60, "the captain"
-    ids = engine.tokenizer.encode(context + continuation)[-160:]
-    added = len(engine.tokenizer.encode(context + continuation)) - len(engine.tokenizer.encode(context.rstrip()))
-    assert loglikelihood(engine, context, continuation)[0] == pytest.approx(-oracle_nats(ids, 160 - added), rel=1e-4)
+def test_a_long_prompt_loses_its_beginning(
+    engine: Engine, texts: TaskTokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    prompt, sampling = texts.encode("The old man stood by the river. " * 40), SamplingConfig(max_new_tokens=4)
+    assert generate_ids(engine, texts, prompt, sampling) == generate_ids(engine, texts, prompt[-156:], sampling)
+    assert caplog.text.count(f"prompt of {len(prompt)} tokens: truncating it to its last 156 tokens") == 1
 
 
-def test_a_continuation_longer_than_the_model_keeps_one_token_before_it(engine: Engine) -> None:
-    assert engine.tokenizer is not None
-    context, continuation = "He walked slowly down the", " road to the village." * 60
-    ids, start = (len(engine.tokenizer.encode(text)) for text in (context + continuation, context))
-    assert ids - start > 160
-    tokens = engine.tokenizer.encode(context + continuation)[start - 1 :]
-    assert loglikelihood(engine, context, continuation)[0] == pytest.approx(-oracle_nats(tokens, 1), rel=1e-4)
+NONE: dict[str, Any] = {}
 
 
-def test_a_long_prompt_to_generate_from_loses_its_beginning(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert engine.tokenizer is not None
-    prompts: list[list[int]] = []
-    check = engine.check_prompts
-    monkeypatch.setattr(engine, "check_prompts", lambda *args: (prompts.extend(args[0]), check(*args))[1])
-    context = "The old man stood by the river. " * 40
-    generate_until(engine, context, {"max_gen_toks": 4})
-    assert prompts == [engine.tokenizer.encode(context)[-156:]]
+def test_settings_of_a_task() -> None:
+    """Given as lm-eval's `normalize_gen_kwargs` leaves them."""
+    greedy = SamplingConfig(max_new_tokens=9, seed=3)
+    for settings in (
+        {"do_sample": False, "temperature": 0.0},
+        {"do_sample": False, "temperature": 0.0, "top_p": 0.5, "top_k": 3, "min_p": 0.1},
+        {"do_sample": False, "num_beams": 1, "use_cache": True, "no_repeat_ngram_size": 0},
+    ):
+        assert sampling_config(settings, generation_defaults(Path("no folder")), 9, seed=3) == greedy
+    sampled = {"do_sample": True, "temperature": 0.7}
+    assert sampling_config(sampled, {"top_k": 50}, 9, 3) == greedy.model_copy(update={"temperature": 0.7, "top_k": 50})
+    given = sampling_config(sampled | {"top_p": 0.9, "top_k": 2}, {"top_k": 50}, 9, 3)
+    assert given == greedy.model_copy(update={"temperature": 0.7, "top_p": 0.9, "top_k": 2})
+    assert sampling_config(sampled | {"ignore_eos": True}, NONE, 9, 3).ignore_eos
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_beams": 4}, "lm-eval: num_beams: 4 cannot be applied; known are do_sample, temperature, "),
+        ({"typical_p": 0.5, "do_sample": True, "temperature": 1.0}, "lm-eval: typical_p: 0.5 cannot be applied"),
+        ({"n": 2}, "lm-eval: n: 2 cannot be applied"),
+        ({"do_sample": True}, "lm-eval: temperature: expected more than 0 with do_sample"),
+        ({"do_sample": True, "temperature": 1.0, "top_p": 2}, "lm-eval: top_p: .+, found 2"),
+    ],
+)
+def test_settings_that_cannot_be_applied_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        sampling_config(settings, NONE, 9)
+
+
+def test_a_penalty_is_applied_or_refused_by_its_name() -> None:
+    penalty = {"repetition_penalty": 5.0}
+    assert sampling_config({"repetition_penalty": 1.0}, NONE, 9) == SamplingConfig(max_new_tokens=9)
+    if "repetition_penalty" in SamplingConfig.model_fields:
+        assert getattr(sampling_config(penalty, NONE, 9), "repetition_penalty") == 5.0  # noqa: B009
+        assert getattr(sampling_config(NONE, penalty, 9), "repetition_penalty") == 5.0  # noqa: B009
+    else:
+        for settings, defaults in ((penalty, NONE), (NONE, penalty)):
+            with pytest.raises(UserError, match=r"lm-eval: repetition_penalty: 5\.0 cannot be applied"):
+                sampling_config(settings, defaults, 9)
+
+
+def test_settings_of_a_folder(tmp_path: Path) -> None:
+    assert generation_defaults(tmp_path) == generation_defaults(tmp_path / "model.gguf") == {"top_k": 50}
+    values = {"temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.1, "do_sample": True, "eos_token_id": [2, 3]}
+    (tmp_path / "generation_config.json").write_text(json.dumps(values), encoding="utf-8")
+    assert generation_defaults(tmp_path) == {"top_k": 50, "top_p": 0.9, "repetition_penalty": 1.1}
+
+
+def test_a_threshold_simulates_speculation(engine: Engine, texts: TaskTokenizer) -> None:
+    ids = texts.encode("He had lived there when he was young, before the mill was closed. " * 40)[:600]
+    with open_engine(threshold=float("inf"), transport="gloo", dtype="fp32") as lossy:
+        assert (lossy.mode, engine.mode) == ("simulated", "off")
+        with open_engine(transport="gloo", dtype="fp32") as exact:
+            nats = [loglikelihood(each, ids[:500], ids[500:])[0] for each in (lossy, exact)]
+    assert nats[1] == pytest.approx(oracle(ids[:500], ids[500:])[0], rel=1e-5)
+    assert abs(nats[0] - nats[1]) > 1e-3
 
 
 @pytest.mark.parametrize(("kv_cache", "softmax"), [("turbo4", "fast"), ("bf17", "sas"), ("bf17", "fast")])
@@ -192,64 +253,14 @@ def test_unknown_caches_are_refused(kv_cache: str, softmax: str) -> None:
         cache_setting(kv_cache, softmax)
 
 
-def test_rolling_counts_each_token_once(engine: Engine) -> None:
-    assert engine.tokenizer is not None
-    text = "He had lived there when he was young, before the mill was closed. " * 20
-    bos, *ids = engine.tokenizer.encode(text)
-    windows = [[bos, *ids[start : start + 159]] for start in range(0, len(ids), 159)]
-    assert len(windows) > 1
-    expected = -math.fsum(oracle_nats(window, 1) for window in windows)
-    assert loglikelihood_rolling(engine, text) == pytest.approx(expected, rel=1e-4)
-
-
-def test_requests_that_cannot_be_answered_are_refused(engine: Engine) -> None:
-    with pytest.raises(UserError, match="expected a continuation that adds tokens, found ''"):
-        loglikelihood(engine, "He walked", "")
-    with pytest.raises(UserError, match="max_gen_toks: 160 leaves no room in 160 tokens"):
-        generate_until(engine, "He walked", {"max_gen_toks": 160})
-
-
-def test_requests_of_a_task_share_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    registered: dict[str, Any] = {}
-
-    def register_model(name: str) -> Callable[[type], type]:
-        return lambda model: registered.setdefault(name, model)
-
-    parts: dict[str, dict[str, Any]] = {
-        "": {},
-        ".api": {},
-        ".api.model": {"LM": object},
-        ".api.registry": {"register_model": register_model},
-    }
-    for name, content in parts.items():
-        module = ModuleType(f"lm_eval{name}")
-        vars(module).update(content)
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    lm_eval_model._register()
-    model = registered["alspec"](threshold=0.0, transport="gloo", dtype="fp32")
-    loads: list[int] = []
-    load = model.engine.load
-    monkeypatch.setattr(model.engine, "load", lambda *room: (loads.append(room[1]), load(*room)))
-    contexts = ["He walked", "He walked slowly down the road to the village", "The old man stood by the"]
-    requests = [SimpleNamespace(args=(context, {"max_gen_toks": 4})) for context in contexts]
-    answers = model.generate_until(requests)
-    assert len(loads) == 1
-    for context, answer in zip(contexts, answers, strict=True):
-        assert generate_until(model.engine, context, {"max_gen_toks": 4}) == answer
-    request = SimpleNamespace(args=(contexts[0], {"max_gen_toks": 8, "do_sample": True, "temperature": 3.0}))
-    answers = model.generate_until(3 * [request])
-    assert len(set(answers)) == 3
-    assert model.generate_until(3 * [request]) == answers
-    for cache in (cache_setting("turbo4", "exact"), cache_setting("bf16", "sas")):
-        model.cache = cache  # the engine has another one
-        with pytest.raises(UserError, match="decode from kv_cache bf16 with softmax exact only"):
-            model.generate_until(requests)
-    model.engine.close()
-
-
 @pytest.mark.skipif(importlib.util.find_spec("lm_eval") is not None, reason="lm-eval is installed")
 def test_the_error_says_what_to_install(capsys: pytest.CaptureFixture[str]) -> None:
     assert lm_eval_model.main() == 2
     assert (
         "lm-eval cannot be imported (No module named 'lm_eval'); pip install -e '.[lm-eval]'" in capsys.readouterr().err
     )
+
+
+def test_other_ranks_write_no_reports() -> None:
+    argv = ["--tasks", "a", "--output_path", "x", "--log_samples", "--output_path=x", "-o", "y", "--limit", "3"]
+    assert lm_eval_model._without_reports(argv) == ["--tasks", "a", "--limit", "3"]

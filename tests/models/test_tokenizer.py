@@ -194,7 +194,7 @@ def test_texts_begin_with_what_the_post_processor_puts_in_front(
         assert tokenizer.encode(text) == begin + plain
     assert tokenizer.encode("<|user|>the cat") == [*begin, 2, *plain]
     assert tokenizer.encode_chat([{"role": "user", "content": "the cat"}]) == [2, *plain, 1, 3]
-    assert tokenizer.prefix_token_id == 0
+    assert tokenizer.prefix_token_id == 2  # the begin token that the folder names
     (tmp_path / "chat_template.jinja").write_text("<|assistant|>", encoding="utf-8")
     assert Tokenizer.from_folder(tmp_path, config()).encode_chat([]) == [*begin, 3]
 
