@@ -111,7 +111,7 @@ def print_plan(config: GenerateConfig) -> None:
             tp_size = world_size // num_groups
             if world_size % num_groups or tp_size not in model.valid_tp_sizes:
                 continue
-            if config.kv_cache == "turbo-mixed" and tp_size == model.num_kv_heads:
+            if config.kv_cache == "turbo-mixed" and tp_size >= model.num_kv_heads:
                 continue  # a rank would have one KV head; turbo-mixed needs two
             codec, protect, shard = config.kv_cache, config.kv_protect, Shard(0, tp_size, 0, world_size)
             plan = plan_memory(model, shard, dtype, 1, context, codec, "cuda", protect)

@@ -38,15 +38,16 @@ def check_codec(codec: str, config: LlamaConfig, tp_size: int, protect: int = 0)
     if config.head_dim not in HEAD_DIMS:
         sizes = " or ".join(map(str, HEAD_DIMS))
         raise UserError(f"kv_cache: {codec} needs a head_dim of {sizes}, the model has {config.head_dim}; use bf16")
-    heads_per_kv = config.num_qo_heads // config.num_kv_heads
+    num_qo_heads, num_kv_heads = config.local_heads(tp_size)
+    heads_per_kv = num_qo_heads // num_kv_heads
     if heads_per_kv > MAX_HEADS_PER_KV:
         raise UserError(
-            f"kv_cache: {codec} takes up to {MAX_HEADS_PER_KV} query heads for each KV head, the model has "
+            f"kv_cache: {codec} takes up to {MAX_HEADS_PER_KV} query heads for each KV head, a rank has "
             f"{heads_per_kv}; use bf16"
         )
-    if codec == "turbo-mixed" and config.num_kv_heads // tp_size < 2:
+    if codec == "turbo-mixed" and num_kv_heads < 2:
         raise UserError(
-            f"kv_cache: turbo-mixed needs two KV heads on a rank, found {config.num_kv_heads // tp_size}; "
+            f"kv_cache: turbo-mixed needs two KV heads on a rank, found {num_kv_heads}; "
             "use turbo4 or turbo2, or fewer ranks"
         )
 
@@ -84,7 +85,7 @@ def new_cache(
         softmax: of attention over a quantised cache; an uncompressed cache ignores it.
         protect: first and last layers that stay uncompressed beside quantised ones.
     """
-    shape = (batch_size, config.num_kv_heads // tp_size, max_context, config.head_dim)
+    shape = (batch_size, config.local_heads(tp_size)[1], max_context, config.head_dim)
     if codec == "bf16":
         return KVCache(config.num_layers, *shape, dtype, device)
     quantised = QuantisedCache(codec, config.num_layers - 2 * protect, *shape, device, softmax)
@@ -93,7 +94,7 @@ def new_cache(
 
 def bytes_per_token(codec: str, config: LlamaConfig, tp_size: int, dtype: torch.dtype, protect: int = 0) -> float:
     """Return the bytes per cached token of one request on one rank."""
-    heads, (exact, quantised) = config.num_kv_heads // tp_size, _layers(codec, config, protect)
+    heads, (exact, quantised) = config.local_heads(tp_size)[1], _layers(codec, config, protect)
     total: float = KVCache.bytes_per_token(exact, heads, config.head_dim, dtype)
     if quantised:
         total += QuantisedCache.bytes_per_token(codec, quantised, heads, config.head_dim)
@@ -110,7 +111,7 @@ def cache_bytes(
     protect: int = 0,
 ) -> int:
     """Return `num_bytes` of the cache that `new_cache` would create, without creating it."""
-    heads, (exact, quantised) = config.num_kv_heads // tp_size, _layers(codec, config, protect)
+    heads, (exact, quantised) = config.local_heads(tp_size)[1], _layers(codec, config, protect)
     total = KVCache.bytes_per_token(exact, heads, config.head_dim, dtype) * batch_size * max_context
     if quantised:
         total += QuantisedCache.bytes_for(codec, quantised, batch_size, heads, max_context, config.head_dim)

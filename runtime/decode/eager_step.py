@@ -274,8 +274,9 @@ class EagerStep:
     def _receive_handover(self, x: Tensor) -> tuple[Tensor, ...]:
         config, tp_size = self._model.config, self._transport.placement.tp_size
         batch = self._cache.batch_size
-        kv_shape = (batch, config.num_kv_heads // tp_size, config.head_dim)
-        shapes = [tuple(x.shape), kv_shape, kv_shape, (batch, config.num_qo_heads // tp_size, config.head_dim)]
+        num_qo_heads, num_kv_heads = config.local_heads(tp_size)
+        kv_shape = (batch, num_kv_heads, config.head_dim)
+        shapes = [tuple(x.shape), kv_shape, kv_shape, (batch, num_qo_heads, config.head_dim)]
         packed = self._transport.receive((sum(map(math.prod, shapes)),)).wait()
         parts = packed.split([math.prod(shape) for shape in shapes])
         return tuple(part.view(shape) for part, shape in zip(parts, shapes, strict=True))

@@ -261,24 +261,35 @@ def test_a_name_on_a_hub_is_not_a_folder(name: str, tmp_path: Path, monkeypatch:
     [
         ({"architectures": ["MistralForCausalLM"]}, ["architectures", "LlamaForCausalLM", "MistralForCausalLM"]),
         ({"architectures": "LlamaForCausalLM"}, ["architectures"]),
-        ({"model_type": "qwen2"}, ["model_type", "'llama'", "'qwen2'"]),
+        ({"model_type": "qwen2"}, ["architectures: expected Qwen2ForCausalLM (model_type is 'qwen2')", "LlamaFor"]),
+        ({"model_type": "gemma"}, ["model_type: expected 'llama', 'mistral', 'qwen2', 'qwen3', 'phi3'", "'gemma'"]),
+        (
+            {"model_type": None, "architectures": ["GemmaForCausalLM"]},
+            ["architectures", "LlamaForCausalLM, MistralForCausalLM", "found ['GemmaForCausalLM']", "Qwen3, Phi-3"],
+        ),
         ({"model_type": None, "architectures": None}, ["architectures or model_type"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "'silu'", "'gelu'"]),
-        ({"attention_bias": True}, ["attention_bias", "False", "True"]),
-        ({"mlp_bias": True}, ["mlp_bias", "False", "True"]),
+        ({"attention_bias": 1}, ["attention_bias: expected true or false, found 1"]),
+        ({"mlp_bias": "no"}, ["mlp_bias: expected true or false, found 'no'"]),
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "0.5"]),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, ["partial_rotary_factor", "0.5"]),
         ({"rope_scaling": {"partial_rotary_factor": 0.5}, "rope_parameters": {}}, ["partial_rotary_factor", "0.5"]),
         ({"quantization_config": {"quant_method": "gptq"}}, ["quantization_config", "gptq", "unquantised"]),
-        ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, ["rope_type", "linear or llama3", "'yarn'"]),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["rope_type", "'dynamic'"]),
+        ({"rope_scaling": {"type": "axial", "factor": 2.0}}, ["rope_type", "yarn or longrope", "'axial'"]),
+        ({"rope_scaling": {"type": "dynamic"}}, ["rope_scaling.factor", "dynamic scaling needs it"]),
+        ({"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, ["rope_scaling.long_factor", "none"]),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}},
+            ["rope_scaling.short_factor: expected a list of 64 numbers", "[1.0]"],
+        ),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "attention_factor": -1}}, ["attention_factor", "-1"]),
         ({"rope_scaling": {"type": ["linear"], "factor": 2.0}}, ["rope_type", "['linear']"]),
         ({"rope_scaling": "linear"}, ["rope_scaling", "an object", "'linear'"]),
         ({"rope_scaling": {"type": "linear"}}, ["rope_scaling.factor", "none"]),
         ({"rope_scaling": {"type": "linear", "factor": 0.5}}, ["rope_scaling: factor", "0.5"]),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ["rope_scaling.low_freq_factor", "none"]),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, ["rope_parameters.low_freq_factor", "none"]),
-        ({"rope_parameters": {"type": "yarn"}}, ["rope_parameters.rope_type", "'yarn'"]),
+        ({"rope_parameters": {"type": "yarn"}}, ["rope_parameters.factor", "yarn scaling needs it"]),
         ({"rope_parameters": 7, "rope_scaling": {"factor": 2.0}}, ["rope_parameters", "an object", "7"]),
         (
             {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_theta": 5e5}},
@@ -350,7 +361,7 @@ def test_direct_construction_is_checked() -> None:
 
 
 def test_valid_tp_sizes() -> None:
-    assert LlamaConfig.from_shape("llama-3.1-8b").valid_tp_sizes == (1, 2, 4, 8)
+    assert LlamaConfig.from_shape("llama-3.1-8b").valid_tp_sizes == (1, 2, 4, 8, 16, 32)
     smol = {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576, "intermediate_size": 1536}
     config = LlamaConfig.from_shape("llama-3.2-1b").model_copy(
         update={"num_qo_heads": 9, "num_kv_heads": 3, "hidden_size": 576, "intermediate_size": 1536}
