@@ -12,7 +12,7 @@ from alspec.errors import UserError, show
 from alspec.models.families.config_file import ConfigFile
 from alspec.models.validation import Frozen, user_error
 
-__all__ = ["RopeScaling", "read_rope", "rope_inv_freq"]
+__all__ = ["RopeScaling", "read_rope", "rope_inv_freq", "yarn_attention_factor"]
 
 RopeKind = Literal["linear", "llama3", "dynamic", "yarn", "longrope"]
 # Keys that may hold the RoPE settings; the first one present is used.
@@ -225,10 +225,11 @@ def _attention_factor(config: ConfigFile, scaling: RopeScaling, settings: dict[s
     if scaling.rope_type == "yarn":
         first, second = settings.get("mscale"), settings.get("mscale_all_dim")
         if first and second:
-            return _mscale(scaling.factor, first) / _mscale(scaling.factor, second)
-        return _mscale(scaling.factor, 1.0)
+            return yarn_attention_factor(scaling.factor, first) / yarn_attention_factor(scaling.factor, second)
+        return yarn_attention_factor(scaling.factor)
     return 1.0
 
 
-def _mscale(factor: float, weight: float) -> float:
+def yarn_attention_factor(factor: float, weight: float = 1.0) -> float:
+    """Factor of cosines and sines by YaRN, section 3.4: `0.1 weight ln(factor) + 1`."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0

@@ -78,7 +78,7 @@ def _rotate_heads_kernel(
     k_ptr,  # [n, HKV, D]
     q_norm_ptr,  # [D], or None: heads are not normalised
     k_norm_ptr,  # [D]
-    eps,
+    EPS: tl.constexpr,
     HQ: tl.constexpr,
     HKV: tl.constexpr,
     D: tl.constexpr,
@@ -98,7 +98,7 @@ def _rotate_heads_kernel(
     second = tl.load(ptrs + HALF, mask=head_mask, other=0.0).to(tl.float32)
     if q_norm_ptr is not None:
         norm_ptrs = tl.where(heads < HQ, q_norm_ptr, k_norm_ptr) + pairs
-        scale = rstd(tl.sum(first * first + second * second, 1) / D, eps)[:, None]
+        scale = rstd(tl.sum(first * first + second * second, 1) / D, EPS)[:, None]
         first *= scale * tl.load(norm_ptrs, mask=head_mask, other=0.0).to(tl.float32)
         second *= scale * tl.load(norm_ptrs + HALF, mask=head_mask, other=0.0).to(tl.float32)
     rotated_first = (first * cos - second * sin).to(q_ptr.dtype.element_ty)

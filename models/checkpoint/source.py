@@ -13,6 +13,7 @@ from alspec.models.checkpoint.gguf_checkpoint import GgufCheckpoint
 from alspec.models.checkpoint.gguf_config import gguf_config
 from alspec.models.checkpoint.gguf_header import is_gguf, part_paths, read_gguf
 from alspec.models.demo import DEMO_CHECKPOINT
+from alspec.models.families.registry import gguf_family_of
 from alspec.models.llama_config import RANDOM_SHAPES, LlamaConfig
 from alspec.models.tokenizer.gguf_tokenizer import gguf_tokenizer
 from alspec.models.tokenizer.tokenizer import Tokenizer
@@ -93,7 +94,9 @@ def open_checkpoint(config: EngineConfig, model: LlamaConfig) -> Checkpoint:
             raise UserError(
                 f"{path}: verify_checksums: expected a folder with SHA256SUMS, found a GGUF file; leave it out"
             )
-        return GgufCheckpoint.of_model(read_gguf(path), model)
+        file = read_gguf(path)
+        family = gguf_family_of(file.metadata.get("general.architecture"), path)
+        return GgufCheckpoint.of_model(file, model, family.gguf_interleaves)
     if config.verify_checksums:
         verify_checksums(path)
     return Checkpoint.open(path, model)

@@ -12,6 +12,4 @@ MISTRAL = Family(
     architecture="MistralForCausalLM",
     options=lambda config: {"sliding_window": config.whole("sliding_window", None)},
     defaults={"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
-    gguf_architecture="mistral",
-    gguf_interleaves=True,
 )

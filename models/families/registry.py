@@ -52,5 +52,7 @@ def gguf_family_of(architecture: object, path: object) -> Family:
         if family.gguf_architecture == architecture and architecture is not None:
             return family
     known = ", ".join(repr(family.gguf_architecture) for family in FAMILIES if family.gguf_architecture)
-    raise UserError(f"{path}: general.architecture: expected {known}, found {show(architecture)}; "
-                    "give such a model, or a folder with safetensors")  # fmt: skip
+    raise UserError(
+        f"{path}: general.architecture: expected {known}, found {show(architecture)}; give such a model, or a folder "
+        f"with safetensors of {_NAMES}"
+    )

@@ -326,6 +326,7 @@ class Engine:
             needed, batch_size = self.check_prompts(prompts, sampling.max_new_tokens), len(prompts)
             if self.memory is None or self.cache.batch_size != batch_size or self.cache.max_context < needed:
                 self.load(batch_size, needed)
+            self.model.set_total_length(needed)
         return self._own(Generation(self._requests(prompts, sampling)))
 
     def _own(self, generation: Generation) -> int:

@@ -116,6 +116,7 @@ def _score(
         return torch.cat([per_token[:prompt_tokens], per_token[prompt_tokens:].repeat(num_texts)])
 
     positions = rows_of(positions)
+    model.set_total_length(len(ids))
     x, partial = model.embed(rows_of(ids)), None
     hits = []
     for layer in range(model.num_layers):

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from family_models import CASES, save_family
+from family_models import CASES, greedy, save_family
 from model_runner import Runner, ThreadTransport, close, load_runner, on_ranks
 from torch import Tensor
 
@@ -30,15 +29,6 @@ def _one_thread() -> Iterator[None]:
 
 def prompt(length: int) -> list[int]:
     return torch.randint(151, (length,), generator=torch.Generator().manual_seed(1)).tolist()
-
-
-def greedy(reference: Any, ids: list[int], count: int) -> list[int]:
-    """Greedy tokens of transformers with its own cache."""
-    made = reference.generate(
-        torch.tensor([ids]), max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0
-    )
-    tokens: list[int] = made[0, len(ids) :].tolist()
-    return tokens
 
 
 def own_greedy(runner: Runner, ids: list[int], count: int) -> list[int]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import transformers
 
-__all__ = ["CASES", "save_family"]
+__all__ = ["CASES", "greedy", "save_family"]
 
 TINY: dict[str, Any] = {
     "hidden_size": 48,
@@ -52,7 +52,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def save_family(folder: Path, case: str, dtype: torch.dtype = torch.float32, **other: Any) -> Any:
+def save_family(folder: Path, case: str, scale: float = 0.2, **other: Any) -> Any:
     """Save a random model of `CASES` with `other` fields; returns it as transformers reads it in fp32.
 
     Its weights are large enough for peaked attention, its norms differ from 1 and its biases from 0, so that every
@@ -64,6 +64,17 @@ def save_family(folder: Path, case: str, dtype: torch.dtype = torch.float32, **o
     torch.manual_seed(0)
     model: Any = kind(config)
     for name, parameter in model.named_parameters():
-        parameter.data = torch.rand_like(parameter) + 0.5 if "norm" in name else torch.randn_like(parameter) * 0.2
-    model.to(dtype).save_pretrained(folder)
+        parameter.data = torch.rand_like(parameter) + 0.5 if "norm" in name else torch.randn_like(parameter) * scale
+    model.save_pretrained(folder)
     return kind.from_pretrained(folder, dtype=torch.float32)
+
+
+def greedy(reference: Any, ids: list[int], count: int) -> list[int]:
+    """Greedy tokens of transformers with its own cache."""
+    prompt = torch.tensor([ids])
+    made = reference.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=count, do_sample=False, eos_token_id=None,
+        pad_token_id=0,
+    )  # fmt: skip
+    tokens: list[int] = made[0, len(ids) :].tolist()
+    return tokens
