@@ -17,14 +17,12 @@ from alspec.models.checkpoint.files import read_json
 from alspec.models.families.config_file import ConfigFile
 from alspec.models.families.family import Family
 from alspec.models.families.registry import family_of
-from alspec.models.generation_config import GENERATION_CONFIG, read_generation_config
 from alspec.models.rope import ROPE_NAMES, RopeScaling, read_rope, rope_inv_freq
-from alspec.models.tokenizer.tokenizer_config import is_token_id, read_tokenizer_config, special_tokens
+from alspec.models.tokenizer.end_tokens import NO_TOKEN, eos_token_ids
 from alspec.models.validation import Frozen, user_error
 
 __all__ = ["RANDOM_SHAPES", "LlamaConfig", "RopeScaling", "rope_inv_freq"]
 
-NO_TOKEN = -1  # id that some folders use for "no such token"
 
 # config.json's spelling of our field names, where it differs.
 _JSON_NAMES = {
@@ -110,7 +108,7 @@ class LlamaConfig(Frozen):
         _check_runnable(config, family)
         values = _sizes(config) | {
             "dtype": _dtype(config.raw, path),
-            "eos_token_ids": _eos_token_ids(config.raw, folder),
+            "eos_token_ids": eos_token_ids(config.raw, folder),
             "bos_token_id": _bos_token_id(config),
         }
         for name in ("rms_norm_eps", "tie_word_embeddings"):
@@ -308,54 +306,3 @@ def _dtype(raw: dict[str, Any], path: Path) -> DType:
     if dtype is None:
         raise UserError(f"{path}: torch_dtype: expected {', '.join(SHORT_DTYPES)}, found {show(value)}; correct it")
     return dtype
-
-
-def _eos_token_ids(raw: dict[str, Any], folder: Path) -> tuple[int, ...]:
-    """Union of the end-of-text ids of config.json, generation_config.json and the tokenizer."""
-    found = {}
-    for name, settings in (("config.json", raw), (GENERATION_CONFIG, read_generation_config(folder))):
-        found[f"{folder / name}: eos_token_id"] = _id_list(settings, folder / name)
-    path, ids = _tokenizer_eos_id(folder)
-    found[f"{path}: eos_token"] = ids
-    vocab_size = raw["vocab_size"]
-    if type(vocab_size) is int and vocab_size > 0:  # other values are refused later
-        for where, ids in found.items():
-            outside = [token_id for token_id in sorted(ids) if not 0 <= token_id < vocab_size]
-            if outside:
-                raise UserError(
-                    f"{where}: expected ids from 0 to {vocab_size - 1} (vocab_size of config.json is {vocab_size}), "
-                    f"found {show(outside)}; use files of the same model"
-                )
-    return tuple(sorted(set().union(*found.values())))
-
-
-def _id_list(raw: dict[str, Any], path: Path) -> set[int]:
-    value = raw.get("eos_token_id")
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(type(token_id) is int for token_id in ids):
-        raise UserError(f"{path}: eos_token_id: expected an integer or a list of them, found {show(value)}; correct it")
-    return set(ids) - {NO_TOKEN}
-
-
-def _tokenizer_eos_id(folder: Path) -> tuple[Path, set[int]]:
-    """File and id of the tokenizer's eos_token; an empty set if there is none.
-
-    `Tokenizer` checks that the vocabulary has it.
-    """
-    path = folder / "tokenizer_config.json"
-    tokenizer_config = read_tokenizer_config(folder)
-    content = special_tokens(tokenizer_config).get("eos_token")
-    if content is None:
-        return path, set()
-    added = tokenizer_config.get("added_tokens_decoder")
-    for token_id, entry in added.items() if isinstance(added, dict) else ():
-        if is_token_id(token_id) and isinstance(entry, dict) and entry.get("content") == content:
-            return path, {int(token_id)}
-    # Older folders (2023) list their special tokens only in tokenizer.json.
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        return path, set()
-    added = read_json(path, "for the vocabulary").get("added_tokens")
-    entries = [entry for entry in added if isinstance(entry, dict)] if isinstance(added, list) else []
-    ids = {entry["id"] for entry in entries if entry.get("content") == content and type(entry.get("id")) is int}
-    return path, ids

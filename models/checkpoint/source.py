@@ -13,8 +13,10 @@ from alspec.models.checkpoint.gguf_checkpoint import GgufCheckpoint
 from alspec.models.checkpoint.gguf_config import gguf_config
 from alspec.models.checkpoint.gguf_header import is_gguf, part_paths, read_gguf
 from alspec.models.demo import DEMO_CHECKPOINT
-from alspec.models.families.registry import gguf_family_of
+from alspec.models.families.registry import gguf_family_of, notice_of_unused
+from alspec.models.generation_config import notice_of_settings
 from alspec.models.llama_config import RANDOM_SHAPES, LlamaConfig
+from alspec.models.tokenizer.end_tokens import notice_of_end_tokens
 from alspec.models.tokenizer.gguf_tokenizer import gguf_tokenizer
 from alspec.models.tokenizer.tokenizer import Tokenizer
 
@@ -24,6 +26,7 @@ __all__ = [
     "model_files",
     "model_name",
     "model_path",
+    "notices_of_model",
     "open_checkpoint",
     "open_tokenizer",
 ]
@@ -75,6 +78,15 @@ def model_config(config: EngineConfig) -> LlamaConfig:
         return LlamaConfig.from_shape(config.random_weights)
     path = model_path(config)
     return gguf_config(read_gguf(path)) if is_gguf(path) else LlamaConfig.from_folder(path)
+
+
+def notices_of_model(config: EngineConfig) -> list[str]:
+    """Lines about settings of the selected model's files that a user may not expect to be ignored."""
+    path = model_path(config)
+    if config.random_weights is not None or is_gguf(path):
+        return []
+    notices = notice_of_settings(path), notice_of_end_tokens(path), notice_of_unused(path)
+    return [notice for notice in notices if notice is not None]
 
 
 def model_files(path: Path) -> list[Path]:

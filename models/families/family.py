@@ -27,6 +27,7 @@ class Family:
     architecture: str  # of config.json, compared without regard to case
     options: Callable[[ConfigFile], dict[str, Any]] = _no_options  # fields of `LlamaConfig` that differ from Llama's
     defaults: dict[str, Any] = field(default_factory=dict)  # of config.json, if a key is absent
+    unused: tuple[str, ...] = ()  # keys of config.json that sound as if they mattered, and do not, as in transformers
     has_partial_rotary: bool = False  # `partial_rotary_factor` may be below 1
     gguf_architecture: str | None = None  # of a GGUF file
     gguf_options: dict[str, Any] = field(default_factory=dict)  # fields of `LlamaConfig` of GGUF files

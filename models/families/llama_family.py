@@ -20,6 +20,7 @@ LLAMA = Family(
     model_type="llama",
     architecture="LlamaForCausalLM",
     options=_options,
+    unused=("sliding_window",),
     gguf_architecture="llama",
     gguf_interleaves=True,
 )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from alspec.errors import UserError, show
+from alspec.models.checkpoint.files import is_there, read_json
 from alspec.models.families.config_file import ConfigFile
 from alspec.models.families.family import Family
 from alspec.models.families.llama_family import LLAMA
@@ -11,7 +14,7 @@ from alspec.models.families.phi3 import PHI3
 from alspec.models.families.qwen2 import QWEN2
 from alspec.models.families.qwen3 import QWEN3
 
-__all__ = ["FAMILIES", "family_of", "gguf_family_of"]
+__all__ = ["FAMILIES", "family_of", "gguf_family_of", "notice_of_unused"]
 
 FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3)
 _NAMES = ", ".join(family.name for family in FAMILIES)
@@ -40,6 +43,19 @@ def family_of(config: ConfigFile) -> Family:
     known = ", ".join(family.architecture for family in families)
     known += f" (model_type is {model_type!r})" if model_type is not None else ""
     raise config.error("architectures", known, architectures, f"give a model of {_NAMES}")
+
+
+def notice_of_unused(folder: Path) -> str | None:
+    """One line that names keys of config.json that this family does not use; None if there are none."""
+    path = folder / "config.json"
+    if not is_there(path):
+        return None
+    config = ConfigFile(path, read_json(path, "for the model's shape"))
+    family = family_of(config)
+    given = [f"{name} {show(config.get(name), 20)}" for name in family.unused if config.get(name) is not None]
+    if not given:
+        return None
+    return f"config.json: not used: {', '.join(given)}; {family.name} attends to all tokens, as in transformers' model"
 
 
 def gguf_family_of(architecture: object, path: object) -> Family:

@@ -21,8 +21,7 @@ from alspec.errors import UserError
 from alspec.kernels.common.limits import MAX_BATCH
 from alspec.kernels.kv_codec.formats import rotates_values
 from alspec.kernels.kv_codec.turboquant.rotation import rotation
-from alspec.models.checkpoint.source import model_config, model_files, model_path, open_tokenizer
-from alspec.models.generation_config import notice_of_settings
+from alspec.models.checkpoint.source import model_config, model_files, model_path, notices_of_model, open_tokenizer
 from alspec.models.llama import Llama, rotate_values
 from alspec.models.tokenizer.tokenizer import Prompt, Tokenizer, encode_prompts, prompts_of, spelled
 from alspec.runtime.cache.codecs import Cache
@@ -76,8 +75,7 @@ class Engine:
         self._choices = choose(config, self.model_config, trace)
         self.mode, self.placement, self.device = self._choices.mode, self._choices.placement, self._choices.device
         self.dtype, self.dtype_name = self._choices.dtype, self._choices.dtype_name
-        ignored = None if self.checkpoint is None else notice_of_settings(model_path(config))
-        self.notices = [*([ignored] if ignored else []), *self._choices.notices]  # choices a user may not expect
+        self.notices = [*notices_of_model(config), *self._choices.notices]  # choices a user may not expect
         self._has_warned = False  # `stream` shows them once; commands print them
         # Engines of one process have keys of their own; ranks create them in the same order.
         job = f"alspec-{next(_JOBS)}"
