@@ -180,6 +180,12 @@ class LlamaConfig(Frozen):
         """Newest tokens that a token attends to in a layer; None: all."""
         return None if layer in self.full_layers else self.sliding_window
 
+    def window_below(self, context: int) -> int | None:
+        """The sliding window, if it is shorter than `context` tokens in some layer; else None."""
+        window = self.sliding_window
+        is_used = window is not None and len(set(self.full_layers) & set(range(self.num_layers))) < self.num_layers
+        return window if is_used and window is not None and window < context else None
+
     def inv_freq(self, total_length: int = 0) -> torch.Tensor:
         """Rotary frequencies for texts of up to `total_length` tokens, [head_dim / 2] fp32, on CPU.
 

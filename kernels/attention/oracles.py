@@ -150,19 +150,23 @@ def speculative_decode_attention_ref(
     return spec_out, full_out, torch.stack([dist2, norm2], dim=1)
 
 
-def prefill_attention_ref(q: Tensor, k: Tensor, v: Tensor, sm_scale: float, softmax: Softmax = "exact") -> Tensor:
+def prefill_attention_ref(
+    q: Tensor, k: Tensor, v: Tensor, sm_scale: float, softmax: Softmax = "exact", window: int | None = None
+) -> Tensor:
     """Causal attention of the newest tokens over a prefix that ends with them.
 
     Args:
         q: [n_q, Hq, D], the last `n_q` of `n` tokens.  k, v: [Hkv, n, D].
         softmax: "sas" uses the cutoff for n tokens.
+        window: newest tokens that a token attends to, itself included; None: all.
     Returns:
         [n_q, Hq, D] fp64.
     """
     num_queries, num_tokens = q.shape[0], k.shape[1]
     n_r = _cutoff(softmax, num_tokens)
     prefixes = range(num_tokens - num_queries + 1, num_tokens + 1)
-    return torch.stack([_attend(q[i], k[:, :n], v[:, :n], sm_scale, n_r)[0] for i, n in enumerate(prefixes)])
+    spans = [(max(0, n - (window or n)), n) for n in prefixes]
+    return torch.stack([_attend(q[i], k[:, a:b], v[:, a:b], sm_scale, n_r)[0] for i, (a, b) in enumerate(spans)])
 
 
 def int8_prefill_attention_ref(

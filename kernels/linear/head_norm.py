@@ -43,6 +43,7 @@ def _norm_rope_append_kernel(
     HKV: tl.constexpr,
     D: tl.constexpr,
     HALF_PAD: tl.constexpr,
+    RING: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One head of one request: of q, k or v. Grid [Hq + 2 Hkv, B]."""
@@ -70,7 +71,7 @@ def _norm_rope_append_kernel(
     tail_scale = load_tail_scale(tail_scale_ptr, row, head, HQ, HKV, 1, mask)
     store_qkv(
         first, second, row, head, channels, rope_ptr, seq_lens_ptr, q_ptr, k_ptr, v_ptr, tail_ptr, tail_scale,
-        inbox_ptr, epoch_ptr, capacity, K, HQ, HKV, D, HALF, mask,
+        inbox_ptr, epoch_ptr, capacity, K, HQ, HKV, D, HALF, RING, mask,
     )  # fmt: skip
 
 
@@ -89,6 +90,7 @@ def norm_rope_append(
     layer: QuantisedLayer | None = None,
     inbox: Tensor | None = None,
     epoch: Tensor | None = None,
+    is_ring: bool = False,
 ) -> None:
     """RMSNorm of each query and key head, RoPE, and append of k and v to the cache. Oracle: `qkv_rope_append_ref`.
 
@@ -106,6 +108,6 @@ def norm_rope_append(
         raw, q_norm, k_norm, rope, seq_lens, q, k_cache, v_cache, None if layer is None else layer.tail,
         None if layer is None else layer.tail_scale, gate, inbox, None if inbox is None else epoch, capacity, eps,
         K=hidden_size, HQ=num_qo_heads, HKV=num_kv_heads, D=head_dim, HALF_PAD=triton.next_power_of_2(head_dim // 2),
-        num_warps=1, **pdl_options(q.device),
+        RING=is_ring, num_warps=1, **pdl_options(q.device),
     )  # fmt: skip
     set_l1_carveout(compiled)

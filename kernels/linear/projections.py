@@ -39,7 +39,7 @@ __all__ = ["gate_up_silu", "load_tail_scale", "qkv_rope_append", "store_qkv"]
 def store_qkv(
     first, second, request, tile, channels, rope_ptr, seq_lens_ptr, q_ptr, k_ptr, v_ptr, tail_ptr, scale, inbox_ptr,
     epoch_ptr, capacity, K: tl.constexpr, HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr,
-    mask=None,
+    RING: tl.constexpr, mask=None,
 ):  # fmt: skip
     """Rotate a tile's products and store them: q, or k and v into the cache, the tail and the paired rank's inbox.
 
@@ -64,6 +64,8 @@ def store_qkv(
         tl.store(q_ptrs + HALF, second.to(q_ptr.dtype.element_ty), mask=mask)
     else:
         position = tl.load(seq_lens_ptr + request, mask=mask) - 1
+        if RING:
+            position = position % capacity
         low, high = first.to(k_ptr.dtype.element_ty), second.to(k_ptr.dtype.element_ty)
         if tail_ptr is not None:
             # Quantise the rounded token, as the other group does after the handover: both get the same bits.
@@ -118,6 +120,7 @@ def _qkv_tile(
     w, tile, x_ptr, squares_ptr, bias_ptr, raw_ptr, rope_ptr, seq_lens_ptr, q_ptr, k_ptr, v_ptr, tail_ptr,
     tail_scale_ptr, inbox_ptr, epoch_ptr, capacity, eps, K: tl.constexpr, KP: tl.constexpr, S: tl.constexpr,
     SP: tl.constexpr, B: tl.constexpr, HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr,
+    RING: tl.constexpr,
 ):  # fmt: skip
     """Multiply one tile by one request after another."""
     channels = tile % (D // 2 // PAIRS) * PAIRS + tl.arange(0, PAIRS)
@@ -134,7 +137,7 @@ def _qkv_tile(
         else:
             store_qkv(
                 first, second, request, tile, channels, rope_ptr, seq_lens_ptr, q_ptr, k_ptr, v_ptr, tail_ptr, scale,
-                inbox_ptr, epoch_ptr, capacity, K, HQ, HKV, D, PAIRS,
+                inbox_ptr, epoch_ptr, capacity, K, HQ, HKV, D, PAIRS, RING,
             )  # fmt: skip
 
 
@@ -166,6 +169,7 @@ def _qkv_rope_append_kernel(
     HKV: tl.constexpr,
     D: tl.constexpr,
     PAIRS: tl.constexpr,
+    RING: tl.constexpr,
     LOOP: tl.constexpr,
     STEPS: tl.constexpr,
     WARPS: tl.constexpr,
@@ -213,7 +217,7 @@ def _qkv_rope_append_kernel(
                     store_qkv(
                         first, second, request + i, tile, tile % TILES * PAIRS + row_of_lane, rope_ptr,
                         seq_lens_ptr, q_ptr, k_ptr, v_ptr, tail_ptr, scale, inbox_ptr, epoch_ptr, capacity, K, HQ, HKV,
-                        D, PAIRS, request + i < B,
+                        D, PAIRS, RING, request + i < B,
                     )  # fmt: skip
             tile = next_tile
             first_row = next_row
@@ -233,7 +237,7 @@ def _qkv_rope_append_kernel(
             else:
                 store_qkv(
                     first, second, 0, tile, channels, rope_ptr, seq_lens_ptr, q_ptr, k_ptr, v_ptr, tail_ptr, scale,
-                    inbox_ptr, epoch_ptr, capacity, K, HQ, HKV, D, PAIRS,
+                    inbox_ptr, epoch_ptr, capacity, K, HQ, HKV, D, PAIRS, RING,
                 )  # fmt: skip
             tile = next_tile
     elif LOOP:
@@ -243,14 +247,14 @@ def _qkv_rope_append_kernel(
             w_next = load_weights(w_ptr, rows, (HQ + 2 * HKV) * D, K, KP, True)
             _qkv_tile(
                 w, tile, x_ptr, squares_ptr, bias_ptr, raw_ptr, rope_ptr, seq_lens_ptr, q_ptr, k_ptr, v_ptr, tail_ptr,
-                tail_scale_ptr, inbox_ptr, epoch_ptr, capacity, eps, K, KP, S, SP, B, HQ, HKV, D, PAIRS,
+                tail_scale_ptr, inbox_ptr, epoch_ptr, capacity, eps, K, KP, S, SP, B, HQ, HKV, D, PAIRS, RING,
             )  # fmt: skip
             tile = next_tile
             w = w_next
     else:
         _qkv_tile(
             w, tile, x_ptr, squares_ptr, bias_ptr, raw_ptr, rope_ptr, seq_lens_ptr, q_ptr, k_ptr, v_ptr, tail_ptr,
-            tail_scale_ptr, inbox_ptr, epoch_ptr, capacity, eps, K, KP, S, SP, B, HQ, HKV, D, PAIRS,
+            tail_scale_ptr, inbox_ptr, epoch_ptr, capacity, eps, K, KP, S, SP, B, HQ, HKV, D, PAIRS, RING,
         )  # fmt: skip
 
 
@@ -268,6 +272,7 @@ def qkv_rope_append(
     layer: QuantisedLayer | None = None,
     inbox: Tensor | None = None,
     epoch: Tensor | None = None,
+    is_ring: bool = False,
     bias: Tensor | None = None,
     raw: Tensor | None = None,
 ) -> None:
@@ -292,6 +297,7 @@ def qkv_rope_append(
         layer: with the same B, Hkv and D, and N = 1; its tail is written.
         inbox: [B, K + 2 Hkv D] int64, the paired rank's; packets from K on become the new keys, then the new values.
         epoch: [1] int32, of the packets.
+        is_ring: the caches are rings: position p lies at p mod N.
         bias: [(Hq + 2 Hkv) D].
         raw: [B, (Hq + 2 Hkv) D] fp32, written instead of q, the caches, the tail and the inbox.
     Raises:
@@ -334,6 +340,7 @@ def qkv_rope_append(
         HKV=num_kv_heads,
         D=head_dim,
         PAIRS=pairs,
+        RING=is_ring,
         LOOP=num_programs < num_tiles,
         STEPS=steps,
         WARPS=num_warps,

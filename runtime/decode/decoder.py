@@ -162,6 +162,7 @@ class Decoder:
             buffers.token_ids, buffers.seq_lens, self.weights.embedding, self.weights.layers[0].input_norm,
             self.inv_freq, buffers.x, buffers.x_norm, buffers.square_sums, buffers.rope, self.config.rope_factor,
         )  # fmt: skip
+        self.cache.begin_step()
 
     def run_layers(self, operation: OperationHook) -> None:
         """Launch all layers, each operation inside the hook. Call it between `embed` and `logits`."""
@@ -184,27 +185,27 @@ class Decoder:
         """
         buffers, weights, branch = self.buffers, self.weights.layers[layer], branch or self._branch(layer)
         k, v, _ = self.cache.newest(layer)
-        outputs = buffers.rope, buffers.seq_lens, buffers.q, k, v
-        options = (
-            self.config.rms_norm_eps, branch.pre_attention_gate, self.cache.quantised(layer), branch.inbox,
-            branch.exchange.epoch,
-        )  # fmt: skip
+        eps, gate, quantised = self.config.rms_norm_eps, branch.pre_attention_gate, self.cache.quantised(layer)
+        is_ring, epoch = self.cache.is_ring(layer), branch.exchange.epoch
         qkv_rope_append(
-            buffers.x_norm, buffers.square_sums, weights.qkv, *outputs, *options, weights.qkv_bias, buffers.raw
-        )
+            buffers.x_norm, buffers.square_sums, weights.qkv, buffers.rope, buffers.seq_lens, buffers.q, k, v, eps,
+            gate, quantised, branch.inbox, epoch, is_ring, weights.qkv_bias, buffers.raw,
+        )  # fmt: skip
         if weights.q_norm is not None and weights.k_norm is not None:
             assert buffers.raw is not None
             norm_rope_append(
-                buffers.raw, weights.q_norm, weights.k_norm, *outputs, self.config.hidden_size, *options
+                buffers.raw, weights.q_norm, weights.k_norm, buffers.rope, buffers.seq_lens, buffers.q, k, v,
+                self.config.hidden_size, eps, gate, quantised, branch.inbox, epoch, is_ring,
             )  # fmt: skip
 
     def attention(self, layer: int) -> None:
         """Attention over the cache."""
         buffers, cache = self.buffers, self.cache
-        # The projection before it writes only q and the newest token, so the kernel may prefetch the rest.
+        # The projection before it writes only q and the newest token, so the kernel may prefetch the rest. It knows
+        # where the newest token is, except in a ring.
         attend(
-            buffers.q, cache.layers[layer], buffers.seq_lens, cache.sm_scale, cache.workspace(layer), buffers.attn_out,
-            buffers.lse, prefetch_before_wait=True,
+            buffers.q, cache.layers[layer], cache.lengths(layer), cache.sm_scale, cache.workspace(layer),
+            buffers.attn_out, buffers.lse, prefetch_before_wait=not cache.is_ring(layer),
         )  # fmt: skip
 
     def post_attention(self, layer: int, branch: LaunchContext | None = None) -> None:

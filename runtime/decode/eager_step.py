@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from alspec.config import SamplingConfig, SpeculationConfig
-from alspec.kernels.attention.dispatch import CacheLayer, DecodeAttention
+from alspec.kernels.attention.dispatch import CacheLayer, DecodeAttention, KVLayer
 from alspec.models.llama import Llama
 from alspec.priority import INITIAL_PRIORITY, after_handover, after_verdict, sender, skips_compute
 from alspec.runtime.cache.codecs import Cache
@@ -217,7 +217,8 @@ class EagerStep:
         self._cache.append(layer, k, v, self._state.seq_lens)
 
     def _layer_cache(self, layer: int) -> tuple[CacheLayer, Tensor]:
-        return self._cache.layer(layer), self._state.seq_lens
+        cache, seq_lens = self._cache.layer(layer), self._state.seq_lens
+        return cache, cache.lengths(seq_lens) if isinstance(cache, KVLayer) else seq_lens
 
     def _full(self, layer: int, x: Tensor, qkv: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         """Append k and v, then full attention, without speculation."""

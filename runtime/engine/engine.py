@@ -24,7 +24,7 @@ from alspec.kernels.kv_codec.turboquant.rotation import rotation
 from alspec.models.checkpoint.source import model_config, model_files, model_path, notices_of_model, open_tokenizer
 from alspec.models.llama import Llama, rotate_values
 from alspec.models.tokenizer.tokenizer import Prompt, Tokenizer, encode_prompts, prompts_of, spelled
-from alspec.runtime.cache.codecs import Cache
+from alspec.runtime.cache.codecs import Cache, check_window
 from alspec.runtime.decode.decode_step import DecodeStep, StepRecord
 from alspec.runtime.decode.eager_step import choose_tokens
 from alspec.runtime.decode.prefill import prefill
@@ -140,7 +140,9 @@ class Engine:
     def check_prompts(self, prompts: list[list[int]], max_new_tokens: int) -> int:
         """Return the tokens that the cache must hold for these prompts; refuse too long prompts."""
         needed = check_prompts(prompts, max_new_tokens, self.config, self.model_config)
-        return self.config.max_context or needed
+        context = self.config.max_context or needed
+        check_window(self.config.kv_cache, self.mode, self.model_config, context)
+        return context
 
     def load(self, batch_size: int, max_context: int) -> None:
         """Take memory: connect the ranks, read this rank's weights, allocate the cache.
@@ -154,6 +156,7 @@ class Engine:
         """
         with self._lock:
             self._refuse_closed()
+            check_window(self.config.kv_cache, self.mode, self.model_config, max_context)
             self._load(batch_size, max_context)
 
     def _load(self, batch_size: int, max_context: int) -> None:

@@ -82,6 +82,11 @@ def plan_memory(
         row = max_context * config.num_qo_heads // tp_size
         scores = min(tokens * row, max(SCORES_AT_ONCE["cuda"], QUERIES_AT_ONCE * row))
         attention += SCORE_BYTES * scores + 2 * dtype.itemsize * max_context * attn_width
+    if kv_cache == "bf16" and (window := config.window_below(max_context)):
+        # A copy of the ring and the prompt chunk; then, for each few queries, K and V of each head, and all scores.
+        span = window + QUERIES_AT_ONCE
+        attention += 2 * dtype.itemsize * kv_heads * config.head_dim * (window + tokens)
+        attention += 2 * dtype.itemsize * attn_width * span + SCORE_BYTES * QUERIES_AT_ONCE * span * q_heads
     widest = max(tokens * dtype.itemsize * 4 * intermediate, attention)
     if kv_cache != "bf16":
         channels = kv_heads * config.head_dim

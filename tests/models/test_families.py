@@ -14,6 +14,7 @@ from torch import Tensor
 from alspec.models.checkpoint.checkpoint import Checkpoint
 from alspec.models.llama import Shard, load_weights, random_weights, rotate_values
 from alspec.models.llama_config import LlamaConfig
+from alspec.runtime.cache.window_cache import WindowCache
 from alspec.runtime.engine.memory import plan_memory
 
 CPU = torch.device("cpu")
@@ -50,7 +51,19 @@ def test_logits_and_tokens_are_those_of_transformers(case: str, tmp_path: Path) 
     assert own_greedy(load_runner(tmp_path), ids, 20) == greedy(reference, ids, 20)
 
 
-@pytest.mark.parametrize("case", ["llama-biases", "qwen2", "qwen3-biases", "phi3-partial"])
+@pytest.mark.parametrize("case", ["mistral-window", "qwen3-window"])
+@pytest.mark.parametrize("chunk_tokens", [1, 7, 20, 21, 64])
+@torch.no_grad()
+def test_windows_in_prompts_of_any_chunks(case: str, chunk_tokens: int, tmp_path: Path) -> None:
+    """Chunks shorter and longer than the window; afterwards one more token is decoded."""
+    reference, ids = save_family(tmp_path, case), prompt(62)
+    runner, expected = load_runner(tmp_path), reference(torch.tensor([ids])).logits[0]
+    assert isinstance(runner.cache, WindowCache)
+    close(runner.prefill(ids[:-1], chunk_tokens), expected[-2])
+    close(runner.decode(ids[-1], len(ids)), expected[-1])
+
+
+@pytest.mark.parametrize("case", ["llama-biases", "qwen2", "qwen3-biases", "phi3-partial", "qwen2-window"])
 @pytest.mark.parametrize("tp_size", [2, 4])
 @torch.no_grad()
 def test_ranks_share_a_model(case: str, tp_size: int, tmp_path: Path) -> None:

@@ -30,6 +30,18 @@ LONGROPE = {"rope_type": "longrope", "rope_theta": 10_000.0, "short_factor": SHO
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
     "mistral": ("Mistral", {"head_dim": 20, "sliding_window": None}),
+    "mistral-window": ("Mistral", {"sliding_window": 20}),
+    "qwen2-window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 33, "max_window_layers": 1}),
+    "qwen3-window": (
+        "Qwen3",
+        {
+            "head_dim": 20,
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "phi3-window": ("Phi3", {"sliding_window": 6}),
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {"head_dim": 20}),
     "qwen3-biases": ("Qwen3", {"head_dim": 16, "attention_bias": True, "tie_word_embeddings": True}),

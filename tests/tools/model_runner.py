@@ -14,7 +14,7 @@ from alspec.config import SpeculationConfig
 from alspec.models.checkpoint.checkpoint import Checkpoint
 from alspec.models.llama import Llama, LlamaWeights, load_weights
 from alspec.models.llama_config import LlamaConfig
-from alspec.runtime.cache.kv_cache import KVCache
+from alspec.runtime.cache.codecs import new_cache
 from alspec.runtime.decode.eager_step import DecodeState, EagerStep
 from alspec.runtime.decode.hooks import no_hook
 from alspec.runtime.decode.prefill import prefill
@@ -32,8 +32,7 @@ class Runner:
     def __init__(self, config: LlamaConfig, weights: LlamaWeights, transport: Transport) -> None:
         self.model = Llama(config, weights, transport)
         self.transport = transport
-        _, kv_heads = config.local_heads(transport.placement.tp_size)
-        self.cache = KVCache(config.num_layers, 1, kv_heads, 200, config.head_dim, torch.float32, CPU)
+        self.cache = new_cache("bf16", config, transport.placement.tp_size, 1, 200, torch.float32, CPU)
         self._program = EagerStep(self.model, self.cache, transport, "off", SpeculationConfig(), no_hook)
 
     def prefill(self, ids: list[int], chunk_tokens: int) -> Tensor:

@@ -60,7 +60,7 @@ def test_qkv_with_biases_and_norms(device: torch.device, case: tuple, check: Che
     norms = (normal(device, dtype, head_dim), normal(device, dtype, head_dim)) if has_norms else None
     raw = nan(device, F32, batch, rows) if has_norms else None
     rest = (opened(device, is_gated), None, inbox, epoch)
-    qkv_rope_append(x_norm, squares, weight, rope, seq_lens, q, *caches, EPS, *rest, bias, raw)
+    qkv_rope_append(x_norm, squares, weight, rope, seq_lens, q, *caches, EPS, *rest, False, bias, raw)
     if norms is not None:
         assert q.isnan().all()
         assert all(cache.isnan().all() for cache in caches)
@@ -76,6 +76,32 @@ def test_qkv_with_biases_and_norms(device: torch.device, case: tuple, check: Che
         assert found[~written].isnan().all()
         assert torch.equal(pushed, found[written].float())
     assert (inbox[:, :hidden] == -1).all()
+
+
+@pytest.mark.parametrize(("batch", "has_norms", "dtype"), [(1, False, F32), (3, True, F32), (2, False, BF16)])
+def test_a_ring_wraps_around(device: torch.device, batch: int, has_norms: bool, dtype: torch.dtype) -> None:
+    """The token at position p lies at p mod N."""
+    hidden, rows, head_dim = 64, 4 * 16, 16
+    x_norm, squares = stream(device, dtype, batch, hidden)
+    weight, norm = normal(device, dtype, rows, hidden), normal(device, dtype, head_dim)
+    rope = torch.rand(batch, 2, head_dim // 2, device=device)
+    seq_lens = torch.tensor([1, CAPACITY, 2 * CAPACITY + 3][:batch], dtype=torch.int32, device=device) + CAPACITY
+    raw, found = nan(device, F32, batch, rows) if has_norms else None, []
+    for is_ring in (False, True):
+        q = nan(device, dtype, batch, 2, head_dim)
+        caches = [nan(device, dtype, batch, 1, CAPACITY if is_ring else 99, head_dim) for _ in range(2)]
+        rest = (None, None, None, None, is_ring)
+        qkv_rope_append(x_norm, squares, weight, rope, seq_lens, q, *caches, EPS, *rest, None, raw)
+        if raw is not None:
+            norm_rope_append(raw, norm, norm, rope, seq_lens, q, *caches, hidden, EPS, *rest)
+        found.append((q, caches))
+    (q, caches), (ring_q, rings) = found
+    assert torch.equal(ring_q, q)
+    for cache, ring in zip(caches, rings, strict=True):
+        for request, length in enumerate(seq_lens.tolist()):
+            slot = (length - 1) % CAPACITY
+            assert torch.equal(ring[request, :, slot], cache[request, :, length - 1])
+            assert ring[request, :, [at for at in range(CAPACITY) if at != slot]].isnan().all()
 
 
 def test_a_closed_gate_leaves_the_norms_of_heads_out(device: torch.device) -> None:

@@ -28,7 +28,7 @@ from alspec.runtime.engine.composition import build_captured_step
 CPU = torch.device("cpu")
 NEW_TOKENS = 5
 PROMPTS = [torch.randint(151, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (37, 5)]
-FAST_CASES = ["llama-biases", "qwen3", "phi3-partial-long"]
+FAST_CASES = ["llama-biases", "qwen3", "phi3-partial-long", "qwen2-window"]
 
 
 @pytest.mark.parametrize("case", fast(list(CASES), FAST_CASES))
@@ -58,7 +58,10 @@ def test_tokens_are_those_of_transformers(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("case", "world_size", "num_kv_heads"),
-    fast([("qwen3-biases", 2, 1), ("llama-biases", 2, 2), ("qwen3-biases", 4, 2)], [("qwen3-biases", 2, 1)]),
+    fast(
+        [("qwen3-biases", 2, 1), ("llama-biases", 2, 2), ("qwen3-biases", 4, 2), ("qwen3-window", 2, 2)],
+        [("qwen3-biases", 2, 1)],
+    ),
     ids=str,
 )
 def test_ranks_share_a_fused_step(case: str, world_size: int, num_kv_heads: int, tmp_path: Path) -> None:
