@@ -495,6 +495,8 @@ def test_inv_freq_against_transformers(head_dim: int, scaling: dict[str, Any], t
 
 DEFAULT = {"rope_type": "default", "rope_theta": 5e5}
 LINEAR = {"rope_type": "linear", "factor": 3.0}
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 2048}
+SHORT, LONG = [1.0 + 0.1 * i for i in range(64)], [1.0 + i for i in range(64)]
 
 
 @pytest.mark.parametrize(
@@ -512,6 +514,18 @@ LINEAR = {"rope_type": "linear", "factor": 3.0}
         {"rope_parameters": DEFAULT, "rope_scaling": {**LINEAR, "rope_theta": 5e5}},
         {"rope_parameters": DEFAULT, "rope_scaling": {**DEFAULT, **LLAMA_3_SCALING, "rope_type": "llama3"}},
         {"rope_parameters": {**DEFAULT, **LINEAR}, "rope_scaling": DEFAULT},
+        {"rope_scaling": {"type": "yarn", "factor": 4.0}},
+        {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}, "rope_theta": 1e6},
+        {"rope_scaling": {**YARN, "factor": 1.0}},
+        {"rope_scaling": YARN, "original_max_position_embeddings": 512},
+        {"rope_parameters": {**YARN, "rope_theta": 5e5, "mscale": 1.0, "mscale_all_dim": 0.5, "beta_fast": 16}},
+        {"rope_parameters": {**YARN, "rope_theta": 5e5, "attention_factor": 1.5, "truncate": False, "beta_slow": 2.0}},
+        {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+        {"rope_scaling": {"rope_type": "longrope", "short_factor": SHORT, "long_factor": LONG}},
+        {
+            "rope_scaling": {"rope_type": "longrope", "short_factor": SHORT, "long_factor": LONG, "factor": 32.0},
+            "original_max_position_embeddings": 1000,
+        },
         {
             "rope_parameters": {**DEFAULT, **LINEAR},
             "rope_scaling": {"type": "linear", "factor": 2.0, "rope_theta": 5e5},
@@ -524,8 +538,9 @@ def test_rope_settings_against_transformers(settings: dict[str, Any], tmp_path: 
 
     write(tmp_path, {name: value for name, value in LLAMA_2_CHAT.items() if name != "rope_scaling"} | settings)
     oracle = LlamaRotaryEmbedding(Oracle.from_pretrained(tmp_path))
-    ours = LlamaConfig.from_folder(tmp_path).inv_freq()
-    torch.testing.assert_close(ours, oracle.inv_freq, rtol=2e-7, atol=0.0)
+    config = LlamaConfig.from_folder(tmp_path)
+    torch.testing.assert_close(config.inv_freq(), oracle.inv_freq, rtol=2e-7, atol=0.0)
+    assert config.rope_factor == pytest.approx(oracle.attention_scaling, rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -535,6 +550,9 @@ def test_rope_settings_against_transformers(settings: dict[str, Any], tmp_path: 
         ({"type": "linear", "factor": 2.5}, 10240, " times 2.5 (linear RoPE scaling)"),
         ({"type": "linear", "factor": 1.0}, 4096, ""),
         ({"rope_type": "llama3", **LLAMA_3_SCALING}, 4096, ""),
+        ({"type": "dynamic", "factor": 2.0}, 8192, " times 2 (dynamic RoPE scaling)"),
+        ({"type": "yarn", "factor": 4.0}, 16384, " times 4 (yarn RoPE scaling)"),
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}, 4096, ""),
     ],
 )
 def test_longest_context(scaling: dict[str, Any] | None, longest: int, stretched: str, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import transformers
 
-__all__ = ["CASES", "greedy", "save_family"]
+__all__ = ["CASES", "LONGROPE", "greedy", "save_family"]
 
 TINY: dict[str, Any] = {
     "hidden_size": 48,
