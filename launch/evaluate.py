@@ -222,7 +222,7 @@ def _tasks(engine: Engine, config: EvaluateConfig, contexts: list[int], text: st
 def _evaluate(
     engine: Engine, config: EvaluateConfig, tasks: list[Task], caches: list[CacheSetting], command: str
 ) -> int:
-    num_kv_heads = engine.model_config.num_kv_heads // engine.placement.tp_size
+    _, num_kv_heads = engine.model_config.local_heads(engine.placement.tp_size)
     if max((cache.low_heads or 0 for cache in caches), default=0) > num_kv_heads:
         raise UserError(f"flags: --low-heads: a rank has {num_kv_heads} KV heads")
     if num_kv_heads == 1 and any(cache.codec == "turbo-mixed" for cache in caches):

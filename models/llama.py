@@ -1,4 +1,6 @@
-"""Llama on one tensor-parallel rank: its weights, and the operations before and after attention.
+"""Llama and its relatives on one tensor-parallel rank: weights, and the operations before and after attention.
+
+What other families have beside Llama are options of `LlamaConfig`: biases, norms of heads, partly rotated heads.
 
 Shapes: n tokens (prefill) or requests (decode), Hq and Hkv this rank's query and KV heads, D head_dim, T group size.
 The residual stream `x` is fp32 and replicated over the group. Every other activation has the dtype of the weights.
@@ -14,9 +16,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from alspec.kernels.prompt.elementwise import add_parts, add_rms_norm, rms_norm, rope_cos_sin, rotate_heads, silu_mul
+from alspec.kernels.prompt.elementwise import (
+    HeadNorms,
+    add_parts,
+    add_rms_norm,
+    rms_norm,
+    rope_cos_sin,
+    rotate_heads,
+    silu_mul,
+)
 from alspec.models.checkpoint.checkpoint import Checkpoint
 from alspec.models.llama_config import LlamaConfig
+
+BIAS_SEEDS = 2**40  # added to the seeds of random biases, so that matrices do not depend on them
 
 __all__ = ["LayerWeights", "Llama", "LlamaWeights", "Shard", "load_weights", "random_weights", "rotate_values"]
 
@@ -34,6 +46,11 @@ class Shard:
     vocab_rank: int = 0
     vocab_shards: int = 1
 
+    def kv_range(self, num_kv_heads: int) -> tuple[int, int]:
+        """`[start, stop)` of this rank's KV heads; with more ranks than KV heads, several ranks have the same one."""
+        start = self.tp_rank * num_kv_heads // self.tp_size
+        return start, start + max(1, num_kv_heads // self.tp_size)
+
     def vocab_range(self, vocab_size: int) -> tuple[int, int]:
         """`[start, stop)` of this rank's rows: `ceil(V / shards)` per shard, fewer or none in the last ones."""
         rows = -(-vocab_size // self.vocab_shards)
@@ -42,7 +59,10 @@ class Shard:
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One decoder layer's weights on one rank, in the execution dtype."""
+    """One decoder layer's weights on one rank, in the execution dtype. None: the model has no such weights.
+
+    `o_bias` and `down_bias` are on rank 0 of a group only, because the sum over the ranks adds them.
+    """
 
     input_norm: Tensor  # [hidden]
     qkv: Tensor  # [(Hq + 2 Hkv) D, hidden]
@@ -50,6 +70,17 @@ class LayerWeights:
     post_norm: Tensor  # [hidden]
     gate_up: Tensor  # [2 I / T, hidden], gate first
     down: Tensor  # [hidden, I / T]
+    qkv_bias: Tensor | None = None  # [(Hq + 2 Hkv) D]
+    q_norm: Tensor | None = None  # [D]
+    k_norm: Tensor | None = None  # [D]
+    o_bias: Tensor | None = None  # [hidden]
+    gate_up_bias: Tensor | None = None  # [2 I / T]
+    down_bias: Tensor | None = None  # [hidden]
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The weights that the model has, by name."""
+        return {name: tensor for name, tensor in vars(self).items() if tensor is not None}
 
 
 @dataclass(frozen=True)
@@ -66,38 +97,115 @@ def load_weights(
     checkpoint: Checkpoint, config: LlamaConfig, shard: Shard, dtype: torch.dtype, device: torch.device
 ) -> LlamaWeights:
     """Read only this rank's slices from a checkpoint that `Checkpoint.open` has verified."""
-
-    def read(name: str, dim: int | None = None) -> Tensor:
-        if dim is None:
-            return checkpoint.tensor_slice(name).to(device, dtype)
-        size = checkpoint.entries[name].shape[dim] // shard.tp_size
-        part = checkpoint.tensor_slice(name, dim, shard.tp_rank * size, (shard.tp_rank + 1) * size)
-        return part.to(device, dtype).contiguous()
-
-    def read_layer(layer: int) -> LayerWeights:
-        prefix = f"model.layers.{layer}."
-        rows = {part: read(f"{prefix}{part}_proj.weight", 0) for part in _COLUMN_PARALLEL}
-        return LayerWeights(
-            input_norm=read(prefix + "input_layernorm.weight"),
-            qkv=torch.cat([rows["self_attn.q"], rows["self_attn.k"], rows["self_attn.v"]]),
-            o=read(prefix + "self_attn.o_proj.weight", 1),
-            post_norm=read(prefix + "post_attention_layernorm.weight"),
-            gate_up=torch.cat([rows["mlp.gate"], rows["mlp.up"]]),
-            down=read(prefix + "mlp.down_proj.weight", 1),
-        )
-
-    embedding = read("model.embed_tokens.weight")
+    embedding = checkpoint.tensor_slice("model.embed_tokens.weight").to(device, dtype)
     start, stop = shard.vocab_range(config.vocab_size)
     # The last shards of a small vocabulary can be empty; `tensor_slice` refuses an empty range.
     if config.tie_word_embeddings or start == stop:
         lm_head = embedding[start:stop]
     else:
         lm_head = checkpoint.tensor_slice("lm_head.weight", 0, start, stop).to(device, dtype)
-    layers = tuple(read_layer(layer) for layer in range(config.num_layers))
-    return LlamaWeights(embedding, layers, read("model.norm.weight"), lm_head)
+    reader = _LayerReader(checkpoint, config, shard, dtype, device)
+    layers = tuple(reader.read(layer) for layer in range(config.num_layers))
+    final_norm = checkpoint.tensor_slice("model.norm.weight").to(device, dtype)
+    return LlamaWeights(embedding, layers, final_norm, lm_head)
 
 
-_COLUMN_PARALLEL = ("self_attn.q", "self_attn.k", "self_attn.v", "mlp.gate", "mlp.up")
+class _LayerReader:
+    """Reads this rank's slices of one layer after another."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, config: LlamaConfig, shard: Shard, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._checkpoint, self._config, self._shard = checkpoint, config, shard
+        self._dtype, self._device = dtype, device
+        head_dim, q_heads = config.head_dim, config.num_qo_heads // shard.tp_size
+        kv_start, kv_stop = shard.kv_range(config.num_kv_heads)
+        rows = config.intermediate_size // shard.tp_size
+        q = shard.tp_rank * q_heads * head_dim, (shard.tp_rank + 1) * q_heads * head_dim
+        kv = kv_start * head_dim, kv_stop * head_dim
+        mlp = shard.tp_rank * rows, (shard.tp_rank + 1) * rows
+        q_rows, kv_rows = config.num_qo_heads * head_dim, config.num_kv_heads * head_dim
+        # Of each projection: the tensor that holds it, where it begins in this tensor, and this rank's rows of it.
+        self._rows = {
+            "q": ("self_attn.q_proj", 0, *q),
+            "k": ("self_attn.k_proj", 0, *kv),
+            "v": ("self_attn.v_proj", 0, *kv),
+            "gate": ("mlp.gate_proj", 0, *mlp),
+            "up": ("mlp.up_proj", 0, *mlp),
+        }
+        if config.fused_tensors:
+            self._rows = {
+                "q": ("self_attn.qkv_proj", 0, *q),
+                "k": ("self_attn.qkv_proj", q_rows, *kv),
+                "v": ("self_attn.qkv_proj", q_rows + kv_rows, *kv),
+                "gate": ("mlp.gate_up_proj", 0, *mlp),
+                "up": ("mlp.gate_up_proj", config.intermediate_size, *mlp),
+            }
+        self._channels = _rotated_pairs(config, device)
+
+    def read(self, layer: int) -> LayerWeights:
+        """This rank's weights of a layer."""
+        config, prefix = self._config, f"model.layers.{layer}."
+        is_first = self._shard.tp_rank == 0
+
+        def whole(name: str, exists: bool = True) -> Tensor | None:
+            tensor = self._checkpoint.tensor_slice(prefix + name) if exists else None
+            return None if tensor is None else tensor.to(self._device, self._dtype)
+
+        def head_norm(part: str) -> Tensor | None:
+            weight = whole(f"self_attn.{part}_norm.weight", config.qk_norm)
+            return weight if weight is None or self._channels is None else weight[self._channels]
+
+        input_norm, post_norm = whole("input_layernorm.weight"), whole("post_attention_layernorm.weight")
+        assert input_norm is not None
+        assert post_norm is not None
+        return LayerWeights(
+            input_norm=input_norm,
+            qkv=self._joined(prefix, ("q", "k", "v"), "weight"),
+            o=self._columns(prefix + "self_attn.o_proj.weight"),
+            post_norm=post_norm,
+            gate_up=self._joined(prefix, ("gate", "up"), "weight"),
+            down=self._columns(prefix + "mlp.down_proj.weight"),
+            qkv_bias=self._joined(prefix, ("q", "k", "v"), "bias") if config.qkv_bias else None,
+            q_norm=head_norm("q"),
+            k_norm=head_norm("k"),
+            o_bias=whole("self_attn.o_proj.bias", config.o_bias and is_first),
+            gate_up_bias=self._joined(prefix, ("gate", "up"), "bias") if config.mlp_bias else None,
+            down_bias=whole("mlp.down_proj.bias", config.mlp_bias and is_first),
+        )
+
+    def _joined(self, prefix: str, parts: tuple[str, ...], kind: str) -> Tensor:
+        """This rank's rows of several projections, one after the other."""
+        return torch.cat([self._part(prefix, part, kind) for part in parts])
+
+    def _part(self, prefix: str, part: str, kind: str) -> Tensor:
+        name, first, start, stop = self._rows[part]
+        rows = self._checkpoint.tensor_slice(f"{prefix}{name}.{kind}", 0, first + start, first + stop)
+        rows = rows.to(self._device, self._dtype).contiguous()
+        if part not in ("q", "k") or self._channels is None:
+            return rows
+        heads: Tensor = rows.unflatten(0, (-1, self._config.head_dim))[:, self._channels]
+        return heads.flatten(0, 1)
+
+    def _columns(self, name: str) -> Tensor:
+        size = self._checkpoint.entries[name].shape[1] // self._shard.tp_size
+        part = self._checkpoint.tensor_slice(name, 1, self._shard.tp_rank * size, (self._shard.tp_rank + 1) * size)
+        return part.to(self._device, self._dtype).contiguous()
+
+
+def _rotated_pairs(config: LlamaConfig, device: torch.device) -> Tensor | None:
+    """The order of a head's channels in which RoPE rotates pairs (c, c + D / 2), also if it rotates only some of them.
+
+    Scores do not depend on the order of the channels of q and k, so kernels need not know of a partly rotated head:
+    channels that are not rotated have frequency 0. None: the channels stay as they are.
+    """
+    if config.rotary_dim is None:
+        return None
+    rotated, kept = torch.arange(config.head_dim, device=device).split(
+        [config.rotary_dim, config.head_dim - config.rotary_dim]
+    )
+    halves = [torch.cat([pair, rest]) for pair, rest in zip(rotated.chunk(2), kept.chunk(2), strict=True)]
+    return torch.cat(halves)
 
 
 def random_weights(config: LlamaConfig, shard: Shard, dtype: torch.dtype, device: torch.device) -> LlamaWeights:
@@ -108,9 +216,10 @@ def random_weights(config: LlamaConfig, shard: Shard, dtype: torch.dtype, device
     `tp_rank` draws its own part.
     """
     generator = torch.Generator(device)
-    heads = (config.num_qo_heads + 2 * config.num_kv_heads) // shard.tp_size
+    q_heads, kv_heads = config.local_heads(shard.tp_size)
+    heads = q_heads + 2 * kv_heads
     intermediate = config.intermediate_size // shard.tp_size
-    attn_width = config.num_qo_heads // shard.tp_size * config.head_dim
+    attn_width = q_heads * config.head_dim
 
     def draw(rows: int, columns: int, fan_in: int, seed: int) -> Tensor:
         weight = torch.empty(rows, columns, dtype=dtype, device=device)
@@ -119,6 +228,12 @@ def random_weights(config: LlamaConfig, shard: Shard, dtype: torch.dtype, device
     def draw_layer(layer: int) -> LayerWeights:
         seed = 4 * (layer * shard.tp_size + shard.tp_rank) + 2
         ones = torch.ones(config.hidden_size, dtype=dtype, device=device)
+        head_norm = torch.ones(config.head_dim, dtype=dtype, device=device) if config.qk_norm else None
+        is_first = shard.tp_rank == 0
+
+        def bias(size: int, exists: bool, seed: int) -> Tensor | None:
+            return draw(size, 1, config.hidden_size, BIAS_SEEDS + seed)[:, 0] if exists else None
+
         return LayerWeights(
             input_norm=ones,
             qkv=draw(heads * config.head_dim, config.hidden_size, config.hidden_size, seed),
@@ -126,6 +241,12 @@ def random_weights(config: LlamaConfig, shard: Shard, dtype: torch.dtype, device
             post_norm=ones,
             gate_up=draw(2 * intermediate, config.hidden_size, config.hidden_size, seed + 2),
             down=draw(config.hidden_size, intermediate, config.intermediate_size, seed + 3),
+            qkv_bias=bias(heads * config.head_dim, config.qkv_bias, seed),
+            q_norm=head_norm,
+            k_norm=head_norm,
+            o_bias=bias(config.hidden_size, config.o_bias and is_first, seed + 1),
+            gate_up_bias=bias(2 * intermediate, config.mlp_bias, seed + 2),
+            down_bias=bias(config.hidden_size, config.mlp_bias and is_first, seed + 3),
         )
 
     embedding = draw(config.vocab_size, config.hidden_size, 1, 0)
@@ -143,18 +264,26 @@ def random_weights(config: LlamaConfig, shard: Shard, dtype: torch.dtype, device
 def rotate_values(weights: LlamaWeights, config: LlamaConfig, rotation: Tensor) -> None:
     """Rotate the values of every KV head, in place: `v' = R v` by the rows of W_v, and back by W_o, `W_o' = W_o R^T`.
 
-    Attention outputs are then rotated too, and everything after W_o stays as it was. Products are computed in fp32.
+    Biases of v are rotated as rows of W_v are. Attention outputs are then rotated too, and everything after W_o stays
+    as it was. Products are computed in fp32.
 
     Args:
         rotation: R, [D, D] fp32, orthonormal.
     """
     for layer in weights.layers:
-        values = layer.qkv.unflatten(0, (-1, config.head_dim))
-        heads_per_kv = config.num_qo_heads // config.num_kv_heads
-        values = values[values.shape[0] * (heads_per_kv + 1) // (heads_per_kv + 2) :]  # [Hkv, D, hidden]
-        values.copy_(rotation @ values.float())
         out = layer.o.unflatten(1, (-1, config.head_dim))  # [hidden, Hq, D]
+        values = _value_rows(layer.qkv, out.shape[1], config.head_dim)  # [Hkv, D, hidden]
+        values.copy_(rotation @ values.float())
+        if layer.qkv_bias is not None:
+            biases = _value_rows(layer.qkv_bias, out.shape[1], config.head_dim)  # [Hkv, D]
+            biases.copy_(biases.float() @ rotation.T)
         out.copy_(out.float() @ rotation.T)
+
+
+def _value_rows(qkv: Tensor, num_qo_heads: int, head_dim: int) -> Tensor:
+    """The heads of v [Hkv, D, ...], a view of the rows of q, k and v [(Hq + 2 Hkv) D, ...]."""
+    heads: Tensor = qkv.unflatten(0, (-1, head_dim))
+    return heads[(len(heads) + num_qo_heads) // 2 :]
 
 
 class Group(Protocol):
@@ -183,12 +312,32 @@ class Llama:
         self.weights = weights
         self._group = group
         self.inv_freq = config.inv_freq().to(weights.embedding.device)
+        # Factors of cosines and sines, or None; channels that are not rotated have none.
+        self._rope_factors = None
+        if config.rope_factor != 1.0:
+            self._rope_factors = torch.where(self.inv_freq > 0, config.rope_factor, 1.0)
         self.sm_scale = config.head_dim**-0.5
 
     @property
     def num_layers(self) -> int:
         """Number of decoder layers."""
         return self.config.num_layers
+
+    def set_total_length(self, total_length: int) -> bool:
+        """Choose the rotary frequencies for texts of up to `total_length` tokens, where they depend on it.
+
+        Returns:
+            Whether they changed. Then keys that a cache holds have other frequencies, and prompts must be computed
+            again.
+        """
+        scaling = self.config.rope_scaling
+        if scaling is None or not scaling.by_length:
+            return False
+        inv_freq = self.config.inv_freq(total_length).to(self.inv_freq.device)
+        if torch.equal(inv_freq, self.inv_freq):
+            return False
+        self.inv_freq.copy_(inv_freq)  # in place: captured steps read it
+        return True
 
     def first_layers(self, num_layers: int) -> Llama:
         """Return a model of the first `num_layers` layers (or all, if there are fewer) that shares these weights."""
@@ -225,9 +374,13 @@ class Llama:
         """
         weights, head_dim = self.weights.layers[layer], self.config.head_dim
         x, y = self._add_norm(x, partial, weights.input_norm, len(positions))
-        qkv = F.linear(y, weights.qkv).view(len(y), -1, head_dim)
-        heads_per_kv = self.config.num_qo_heads // self.config.num_kv_heads
-        return x, *rotate_heads(qkv, qkv.shape[1] // (heads_per_kv + 2), *rope_cos_sin(positions, self.inv_freq))
+        qkv = F.linear(y, weights.qkv, weights.qkv_bias).view(len(y), -1, head_dim)
+        num_kv_heads = (qkv.shape[1] - weights.o.shape[1] // head_dim) // 2
+        cos, sin = rope_cos_sin(positions, self.inv_freq, self._rope_factors)
+        norms = None
+        if weights.q_norm is not None and weights.k_norm is not None:
+            norms = HeadNorms(weights.q_norm, weights.k_norm, self.config.rms_norm_eps)
+        return x, *rotate_heads(qkv, num_kv_heads, cos, sin, norms)
 
     def post_attention(self, layer: int, x: Tensor, attn_out: Tensor) -> tuple[Tensor, Tensor]:
         """o_proj, all-reduce and residual, RMSNorm, gate/up with SiLU, down.
@@ -241,8 +394,9 @@ class Llama:
         """
         weights = self.weights.layers[layer]
         attn = attn_out.to(weights.o.dtype).flatten(1)
-        x, y = self._add_norm(x, F.linear(attn, weights.o), weights.post_norm, len(attn))
-        return x, F.linear(silu_mul(F.linear(y, weights.gate_up)), weights.down)
+        x, y = self._add_norm(x, F.linear(attn, weights.o, weights.o_bias), weights.post_norm, len(attn))
+        gate_up = F.linear(y, weights.gate_up, weights.gate_up_bias)
+        return x, F.linear(silu_mul(gate_up), weights.down, weights.down_bias)
 
     def lm_head(self, x: Tensor) -> Tensor:
         """Final norm and this rank's vocabulary shard: x [n, hidden] fp32 -> [n, rows of the shard] fp32."""

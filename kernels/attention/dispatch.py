@@ -42,10 +42,15 @@ __all__ = [
 
 
 class KVLayer(NamedTuple):
-    """The uncompressed KV cache of one layer, or of a stack of layers with a leading dimension L."""
+    """The uncompressed KV cache of one layer, or of a stack of layers with a leading dimension L.
+
+    A ring holds the newest N tokens of a sliding window: position p lies at p mod N. Attention does not depend on the
+    order of its tokens, so it reads the first min(n, N) of a ring as it reads any cache.
+    """
 
     k: Tensor  # [B, Hkv, N, D]
     v: Tensor  # [B, Hkv, N, D]
+    is_ring: bool = False
 
     @property
     def batch_size(self) -> int:
@@ -69,7 +74,11 @@ class KVLayer(NamedTuple):
 
     def select(self, layer: int) -> KVLayer:
         """Return one layer of a stack."""
-        return KVLayer(self.k[layer], self.v[layer])
+        return KVLayer(self.k[layer], self.v[layer], self.is_ring)
+
+    def lengths(self, seq_lens: Tensor) -> Tensor:
+        """Tokens that attention reads, [B], of requests of `seq_lens` tokens."""
+        return seq_lens.clamp(max=self.k.shape[-2]) if self.is_ring else seq_lens
 
 
 CacheLayer = KVLayer | QuantisedLayer
@@ -203,4 +212,4 @@ class DecodeAttention:
 
 def _dense_kv(layer: CacheLayer, seq_lens: Tensor) -> tuple[Tensor, Tensor]:
     """K and V [B, Hkv, N, D], dequantised if the cache is quantised; indexed by position."""
-    return layer if isinstance(layer, KVLayer) else kv_dequantize(layer, seq_lens)
+    return (layer.k, layer.v) if isinstance(layer, KVLayer) else kv_dequantize(layer, seq_lens)

@@ -150,19 +150,23 @@ def speculative_decode_attention_ref(
     return spec_out, full_out, torch.stack([dist2, norm2], dim=1)
 
 
-def prefill_attention_ref(q: Tensor, k: Tensor, v: Tensor, sm_scale: float, softmax: Softmax = "exact") -> Tensor:
+def prefill_attention_ref(
+    q: Tensor, k: Tensor, v: Tensor, sm_scale: float, softmax: Softmax = "exact", window: int | None = None
+) -> Tensor:
     """Causal attention of the newest tokens over a prefix that ends with them.
 
     Args:
         q: [n_q, Hq, D], the last `n_q` of `n` tokens.  k, v: [Hkv, n, D].
         softmax: "sas" uses the cutoff for n tokens.
+        window: newest tokens that a token attends to, itself included; None: all.
     Returns:
         [n_q, Hq, D] fp64.
     """
     num_queries, num_tokens = q.shape[0], k.shape[1]
     n_r = _cutoff(softmax, num_tokens)
     prefixes = range(num_tokens - num_queries + 1, num_tokens + 1)
-    return torch.stack([_attend(q[i], k[:, :n], v[:, :n], sm_scale, n_r)[0] for i, n in enumerate(prefixes)])
+    spans = [(max(0, n - (window or n)), n) for n in prefixes]
+    return torch.stack([_attend(q[i], k[:, a:b], v[:, a:b], sm_scale, n_r)[0] for i, (a, b) in enumerate(spans)])
 
 
 def int8_prefill_attention_ref(
@@ -191,14 +195,20 @@ def int8_prefill_attention_ref(
     return out, (torch.logsumexp(scores, -1) * LOG2E).permute(1, 0, 2).flatten(1)
 
 
-def _normalised(x_norm: Tensor, square_sums: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`(x_norm W^T) / sqrt(sum(square_sums) / K + eps)`, [B, rows] fp64."""
+def _normalised(x_norm: Tensor, square_sums: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None) -> Tensor:
+    """`(x_norm W^T) / sqrt(sum(square_sums) / K + eps) + bias`, [B, rows] fp64."""
     rms = torch.sqrt(square_sums.double().sum(1, keepdim=True) / x_norm.shape[1] + eps)
-    return x_norm.double() @ weight.double().T / rms
+    y = x_norm.double() @ weight.double().T / rms
+    return y if bias is None else y + bias.double()
 
 
 def embed_norm_ref(
-    token_ids: Tensor, seq_lens: Tensor, table: Tensor, gamma: Tensor, inv_freq: Tensor
+    token_ids: Tensor,
+    seq_lens: Tensor,
+    table: Tensor,
+    gamma: Tensor,
+    inv_freq: Tensor,
+    rope_factor: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Embedding and RoPE of the new tokens.
 
@@ -207,15 +217,33 @@ def embed_norm_ref(
     """
     x = table[token_ids].double()
     angle = (seq_lens.double() - 1)[:, None] * inv_freq.double()
-    return x, x * gamma.double(), x.pow(2).sum(1), torch.stack([angle.cos(), angle.sin()], dim=1)
+    rope = torch.stack([angle.cos(), angle.sin()], dim=1)
+    rope = torch.where(inv_freq > 0, rope_factor * rope, rope)
+    return x, x * gamma.double(), x.pow(2).sum(1), rope
 
 
 def qkv_rope_append_ref(
-    x_norm: Tensor, square_sums: Tensor, weight: Tensor, rope: Tensor, num_kv_heads: int, eps: float
+    x_norm: Tensor,
+    square_sums: Tensor,
+    weight: Tensor,
+    rope: Tensor,
+    num_kv_heads: int,
+    eps: float,
+    bias: Tensor | None = None,
+    norms: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q [B, Hq, D], new k and new v [B, Hkv, D], fp64; rope: [B, 2, D/2], cosine and sine."""
+    """Return q [B, Hq, D], new k and new v [B, Hkv, D], fp64.
+
+    Args:
+        rope: [B, 2, D/2], cosine and sine.
+        norms: weights [D] of an RMSNorm of each query head and each key head before the rotation.
+    """
     head_dim = 2 * rope.shape[2]
-    heads = _normalised(x_norm, square_sums, weight, eps).unflatten(1, (-1, head_dim))
+    heads = _normalised(x_norm, square_sums, weight, eps, bias).unflatten(1, (-1, head_dim))
+    if norms is not None:
+        parts = heads.split([heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], dim=1)
+        normed = [rms_norm_ref(part, norm, eps) for part, norm in zip(parts[:2], norms, strict=True)]
+        heads = torch.cat([*normed, parts[2]], dim=1)
     cos, sin = rope.double()[:, 0, None], rope.double()[:, 1, None]
     first, second = heads.chunk(2, dim=-1)
     rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
@@ -227,14 +255,17 @@ def qkv_rope_append_ref(
     )
 
 
-def gate_up_silu_ref(x_norm: Tensor, square_sums: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`silu(gate) * up` of the normalised input; weight [2 I, K] with gate first -> [B, I] fp64."""
-    return silu_mul_ref(_normalised(x_norm, square_sums, weight, eps))
+def gate_up_silu_ref(
+    x_norm: Tensor, square_sums: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None
+) -> Tensor:
+    """`silu(gate) * up` of the normalised input; weight [2 I, K] and bias [2 I], gate first -> [B, I] fp64."""
+    return silu_mul_ref(_normalised(x_norm, square_sums, weight, eps, bias))
 
 
-def push_partial_ref(x: Tensor, weight: Tensor) -> Tensor:
-    """Partial sums `x W^T` of one rank: [B, hidden] fp64."""
-    return x.double() @ weight.double().T
+def push_partial_ref(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Partial sums `x W^T + bias` of one rank: [B, hidden] fp64."""
+    y = x.double() @ weight.double().T
+    return y if bias is None else y + bias.double()
 
 
 def reduce_norm_ref(partials: Tensor, x: Tensor, gamma: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -34,6 +34,7 @@ __all__ = [
     "predictor_attention_all",
     "prefill_attention",
     "verify_attention",
+    "window_prefill_attention",
 ]
 
 LOG2E = math.log2(math.e)
@@ -182,6 +183,27 @@ def prefill_attention(
     for queries in q.split(max(QUERIES_AT_ONCE, SCORES_AT_ONCE[q.device.type] // row)):
         end += len(queries)
         outs.append(_masked_attention(queries, k[:, :end], v[:, :end], sm_scale))
+    return torch.cat(outs)
+
+
+def window_prefill_attention(q: Tensor, k: Tensor, v: Tensor, sm_scale: float, window: int) -> Tensor:
+    """`prefill_attention` in which a token attends to its newest `window` tokens, itself included.
+
+    Args:
+        q: [n_q, Hq, D], the last `n_q` of `n` tokens.  k, v: [Hkv, n, D] in q's dtype.
+    Returns:
+        [n_q, Hq, D] in q's dtype. Oracle: `prefill_attention_ref`.
+    """
+    outs, end = [], k.shape[1] - q.shape[0]
+    # Few queries at once: each of them reads the keys of all their windows.
+    for queries in q.split(QUERIES_AT_ONCE):
+        start, end = max(0, end + 1 - window), end + len(queries)
+        token = torch.arange(start, end, device=q.device)
+        position = token[len(token) - len(queries) :, None]
+        visible = (token <= position) & (token > position - window)
+        qkv = queries.transpose(0, 1)[None], k[None, :, start:end], v[None, :, start:end]
+        out = F.scaled_dot_product_attention(*qkv, visible, scale=sm_scale, enable_gqa=True)
+        outs.append(out[0].transpose(0, 1))
     return torch.cat(outs)
 
 

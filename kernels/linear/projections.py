@@ -1,5 +1,7 @@
 """The normalised projections of a decode step: QKV with RoPE and cache append, gate and up with SiLU.
 
+Biases are added in the epilogue. If heads are normalised before RoPE, QKV only stores its products for head_norm.py.
+
 gemv_tile.py and mma_tile.py describe how a tile of weights is read and multiplied.
 
 Shapes: B requests, K inputs, Hq and Hkv this rank's query and KV heads, D head_dim, I intermediate size of this rank,
@@ -30,14 +32,14 @@ from alspec.kernels.linear.gemv_tile import (
 )
 from alspec.kernels.linear.mma_tile import load_rows, products, tile_of
 
-__all__ = ["gate_up_silu", "qkv_rope_append"]
+__all__ = ["gate_up_silu", "load_tail_scale", "qkv_rope_append", "store_qkv"]
 
 
 @triton.jit
-def _store_qkv(
+def store_qkv(
     first, second, request, tile, channels, rope_ptr, seq_lens_ptr, q_ptr, k_ptr, v_ptr, tail_ptr, scale, inbox_ptr,
     epoch_ptr, capacity, K: tl.constexpr, HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr,
-    mask=None,
+    RING: tl.constexpr, mask=None,
 ):  # fmt: skip
     """Rotate a tile's products and store them: q, or k and v into the cache, the tail and the paired rank's inbox.
 
@@ -62,6 +64,8 @@ def _store_qkv(
         tl.store(q_ptrs + HALF, second.to(q_ptr.dtype.element_ty), mask=mask)
     else:
         position = tl.load(seq_lens_ptr + request, mask=mask) - 1
+        if RING:
+            position = position % capacity
         low, high = first.to(k_ptr.dtype.element_ty), second.to(k_ptr.dtype.element_ty)
         if tail_ptr is not None:
             # Quantise the rounded token, as the other group does after the handover: both get the same bits.
@@ -85,7 +89,24 @@ def _store_qkv(
 
 
 @triton.jit
-def _tail_scale(tail_scale_ptr, request, tile, HQ: tl.constexpr, HKV: tl.constexpr, TILES: tl.constexpr, mask=None):
+def _store_raw(first, second, request, rows, raw_ptr, NUM_ROWS: tl.constexpr, HALF: tl.constexpr, mask=None):
+    """Store a tile's products as they are, for norm_rope_append; rows: of the first channels, [N]."""
+    ptrs = raw_ptr + request * NUM_ROWS + rows
+    tl.store(ptrs, first, mask=mask)
+    tl.store(ptrs + HALF, second, mask=mask)
+
+
+@triton.jit
+def _add_bias(first, second, bias_ptr, rows, STRIDE: tl.constexpr):
+    """Add the biases of `rows` and of `rows + STRIDE`, if there are any."""
+    if bias_ptr is not None:
+        first += tl.load(bias_ptr + rows).to(tl.float32)
+        second += tl.load(bias_ptr + rows + STRIDE).to(tl.float32)
+    return first, second
+
+
+@triton.jit
+def load_tail_scale(tail_scale_ptr, request, tile, HQ: tl.constexpr, HKV: tl.constexpr, TILES: tl.constexpr, mask=None):
     """Load the tail's scales for a tile's head. For a query head the value is loaded but unused."""
     scale = None
     if tail_scale_ptr is not None:
@@ -96,22 +117,28 @@ def _tail_scale(tail_scale_ptr, request, tile, HQ: tl.constexpr, HKV: tl.constex
 
 @triton.jit
 def _qkv_tile(
-    w, tile, x_ptr, squares_ptr, rope_ptr, seq_lens_ptr, q_ptr, k_ptr, v_ptr, tail_ptr, tail_scale_ptr, inbox_ptr,
-    epoch_ptr, capacity, eps, K: tl.constexpr, KP: tl.constexpr, S: tl.constexpr, SP: tl.constexpr, B: tl.constexpr,
-    HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr,
+    w, tile, x_ptr, squares_ptr, bias_ptr, raw_ptr, rope_ptr, seq_lens_ptr, q_ptr, k_ptr, v_ptr, tail_ptr,
+    tail_scale_ptr, inbox_ptr, epoch_ptr, capacity, eps, K: tl.constexpr, KP: tl.constexpr, S: tl.constexpr,
+    SP: tl.constexpr, B: tl.constexpr, HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr,
+    RING: tl.constexpr,
 ):  # fmt: skip
     """Multiply one tile by one request after another."""
     channels = tile % (D // 2 // PAIRS) * PAIRS + tl.arange(0, PAIRS)
     for request in tl.static_range(B):
         # Load early, so that it arrives during the product.
-        scale = _tail_scale(tail_scale_ptr, request, tile, HQ, HKV, D // 2 // PAIRS)
+        scale = load_tail_scale(tail_scale_ptr, request, tile, HQ, HKV, D // 2 // PAIRS)
         x = load_inputs(x_ptr, request, K, KP)
         rstd = rstd_of(squares_ptr, request, eps, K, S, SP)
         first, second = dot_pairs(w, x, PAIRS)
-        _store_qkv(
-            first * rstd, second * rstd, request, tile, channels, rope_ptr, seq_lens_ptr, q_ptr, k_ptr, v_ptr, tail_ptr,
-            scale, inbox_ptr, epoch_ptr, capacity, K, HQ, HKV, D, PAIRS,
-        )  # fmt: skip
+        rows = tile // (D // 2 // PAIRS) * D + channels
+        first, second = _add_bias(first * rstd, second * rstd, bias_ptr, rows, D // 2)
+        if raw_ptr is not None:
+            _store_raw(first, second, request, rows, raw_ptr, (HQ + 2 * HKV) * D, D // 2)
+        else:
+            store_qkv(
+                first, second, request, tile, channels, rope_ptr, seq_lens_ptr, q_ptr, k_ptr, v_ptr, tail_ptr, scale,
+                inbox_ptr, epoch_ptr, capacity, K, HQ, HKV, D, PAIRS, RING,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize_on_alignment=[*PER_HEAD, "inbox_ptr"])
@@ -119,6 +146,8 @@ def _qkv_rope_append_kernel(
     x_ptr,  # [B, K]
     squares_ptr,  # [B, S] fp32
     w_ptr,  # [(Hq + 2 Hkv) D, K]
+    bias_ptr,  # [(Hq + 2 Hkv) D], or None
+    raw_ptr,  # [B, (Hq + 2 Hkv) D] fp32: the products; nothing else is written; or None
     rope_ptr,  # [B, 2, D / 2] fp32: cosine, sine at the new token's position
     seq_lens_ptr,  # [B] int32, with the new token
     q_ptr,  # [B, Hq, D]
@@ -140,6 +169,7 @@ def _qkv_rope_append_kernel(
     HKV: tl.constexpr,
     D: tl.constexpr,
     PAIRS: tl.constexpr,
+    RING: tl.constexpr,
     LOOP: tl.constexpr,
     STEPS: tl.constexpr,
     WARPS: tl.constexpr,
@@ -176,12 +206,19 @@ def _qkv_rope_append_kernel(
                 next_tile < NUM_TILES, D // 2, B, K, S, WARPS, STEPS, LOOP,
             )  # fmt: skip
             for i in tl.static_range(2):
-                scale = _tail_scale(tail_scale_ptr, request + i, tile, HQ, HKV, TILES, request + i < B)
-                _store_qkv(
-                    sums[i], sums[i + 2], request + i, tile, tile % TILES * PAIRS + row_of_lane, rope_ptr,
-                    seq_lens_ptr, q_ptr, k_ptr, v_ptr, tail_ptr, scale, inbox_ptr, epoch_ptr, capacity, K, HQ, HKV, D,
-                    PAIRS, request + i < B,
-                )  # fmt: skip
+                first, second = _add_bias(sums[i], sums[i + 2], bias_ptr, first_row + row_of_lane, D // 2)
+                if raw_ptr is not None:
+                    _store_raw(
+                        first, second, request + i, first_row + row_of_lane, raw_ptr, (HQ + 2 * HKV) * D, D // 2,
+                        request + i < B,
+                    )  # fmt: skip
+                else:
+                    scale = load_tail_scale(tail_scale_ptr, request + i, tile, HQ, HKV, TILES, request + i < B)
+                    store_qkv(
+                        first, second, request + i, tile, tile % TILES * PAIRS + row_of_lane, rope_ptr,
+                        seq_lens_ptr, q_ptr, k_ptr, v_ptr, tail_ptr, scale, inbox_ptr, epoch_ptr, capacity, K, HQ, HKV,
+                        D, PAIRS, RING, request + i < B,
+                    )  # fmt: skip
             tile = next_tile
             first_row = next_row
     elif KP < K:
@@ -190,13 +227,18 @@ def _qkv_rope_append_kernel(
             rows = tile // TILES * D + tile % TILES * PAIRS + row
             next_rows = next_tile // TILES * D + next_tile % TILES * PAIRS + row
             channels = tile % TILES * PAIRS + tl.arange(0, PAIRS)
-            scale = _tail_scale(tail_scale_ptr, 0, tile, HQ, HKV, TILES)
+            scale = load_tail_scale(tail_scale_ptr, 0, tile, HQ, HKV, TILES)
             rstd = rstd_of(squares_ptr, 0, eps, K, S, SP)
             first, second, w = dot_slices(w, x_ptr, w_ptr, rows, next_rows, next_tile < NUM_TILES, K, KP, PAIRS)
-            _store_qkv(
-                first * rstd, second * rstd, 0, tile, channels, rope_ptr, seq_lens_ptr, q_ptr, k_ptr, v_ptr, tail_ptr,
-                scale, inbox_ptr, epoch_ptr, capacity, K, HQ, HKV, D, PAIRS,
-            )  # fmt: skip
+            own_rows = tile // TILES * D + channels
+            first, second = _add_bias(first * rstd, second * rstd, bias_ptr, own_rows, D // 2)
+            if raw_ptr is not None:
+                _store_raw(first, second, 0, own_rows, raw_ptr, (HQ + 2 * HKV) * D, D // 2)
+            else:
+                store_qkv(
+                    first, second, 0, tile, channels, rope_ptr, seq_lens_ptr, q_ptr, k_ptr, v_ptr, tail_ptr, scale,
+                    inbox_ptr, epoch_ptr, capacity, K, HQ, HKV, D, PAIRS, RING,
+                )  # fmt: skip
             tile = next_tile
     elif LOOP:
         while tile < NUM_TILES:
@@ -204,15 +246,15 @@ def _qkv_rope_append_kernel(
             rows = next_tile // TILES * D + next_tile % TILES * PAIRS + row
             w_next = load_weights(w_ptr, rows, (HQ + 2 * HKV) * D, K, KP, True)
             _qkv_tile(
-                w, tile, x_ptr, squares_ptr, rope_ptr, seq_lens_ptr, q_ptr, k_ptr, v_ptr, tail_ptr, tail_scale_ptr,
-                inbox_ptr, epoch_ptr, capacity, eps, K, KP, S, SP, B, HQ, HKV, D, PAIRS,
+                w, tile, x_ptr, squares_ptr, bias_ptr, raw_ptr, rope_ptr, seq_lens_ptr, q_ptr, k_ptr, v_ptr, tail_ptr,
+                tail_scale_ptr, inbox_ptr, epoch_ptr, capacity, eps, K, KP, S, SP, B, HQ, HKV, D, PAIRS, RING,
             )  # fmt: skip
             tile = next_tile
             w = w_next
     else:
         _qkv_tile(
-            w, tile, x_ptr, squares_ptr, rope_ptr, seq_lens_ptr, q_ptr, k_ptr, v_ptr, tail_ptr, tail_scale_ptr,
-            inbox_ptr, epoch_ptr, capacity, eps, K, KP, S, SP, B, HQ, HKV, D, PAIRS,
+            w, tile, x_ptr, squares_ptr, bias_ptr, raw_ptr, rope_ptr, seq_lens_ptr, q_ptr, k_ptr, v_ptr, tail_ptr,
+            tail_scale_ptr, inbox_ptr, epoch_ptr, capacity, eps, K, KP, S, SP, B, HQ, HKV, D, PAIRS, RING,
         )  # fmt: skip
 
 
@@ -230,10 +272,15 @@ def qkv_rope_append(
     layer: QuantisedLayer | None = None,
     inbox: Tensor | None = None,
     epoch: Tensor | None = None,
+    is_ring: bool = False,
+    bias: Tensor | None = None,
+    raw: Tensor | None = None,
 ) -> None:
     """QKV projection with the RMSNorm factor, RoPE, and append of k and v to the cache. Oracle: `qkv_rope_append_ref`.
 
-        y = (x_norm W^T) / sqrt(sum(square_sums) / K + eps);  q, k rotated;  cache[seq_len - 1] = k, v
+        y = (x_norm W^T) / sqrt(sum(square_sums) / K + eps) + bias;  q, k rotated;  cache[seq_len - 1] = k, v
+
+    With `raw`, only y is written, and `norm_rope_append` (head_norm.py) does the rest.
 
     With a quantised `layer`, k and v are also quantised into its tail, as `kv_append` does. Then k_cache and
     v_cache hold only the newest token, unquantised. Oracle of the tail: `kv_append_ref`.
@@ -250,6 +297,9 @@ def qkv_rope_append(
         layer: with the same B, Hkv and D, and N = 1; its tail is written.
         inbox: [B, K + 2 Hkv D] int64, the paired rank's; packets from K on become the new keys, then the new values.
         epoch: [1] int32, of the packets.
+        is_ring: the caches are rings: position p lies at p mod N.
+        bias: [(Hq + 2 Hkv) D].
+        raw: [B, (Hq + 2 Hkv) D] fp32, written instead of q, the caches, the tail and the inbox.
     Raises:
         ValueError: `layer` and k_cache do not fit.
     Capture: graph-safe; allocates nothing.
@@ -267,6 +317,8 @@ def qkv_rope_append(
         x_norm,
         square_sums,
         weight,
+        bias,
+        raw,
         rope,
         seq_lens,
         q,
@@ -288,6 +340,7 @@ def qkv_rope_append(
         HKV=num_kv_heads,
         D=head_dim,
         PAIRS=pairs,
+        RING=is_ring,
         LOOP=num_programs < num_tiles,
         STEPS=steps,
         WARPS=num_warps,
@@ -306,7 +359,7 @@ def _store_silu(gate, up, ptrs, mask=None):
 
 @triton.jit
 def _gate_up_tile(
-    w, tile, x_ptr, squares_ptr, out_ptr, eps,
+    w, tile, x_ptr, squares_ptr, bias_ptr, out_ptr, eps,
     K: tl.constexpr, KP: tl.constexpr, S: tl.constexpr, SP: tl.constexpr, B: tl.constexpr,
     I: tl.constexpr,  # noqa: E741
     ROWS: tl.constexpr,
@@ -316,7 +369,9 @@ def _gate_up_tile(
         x = load_inputs(x_ptr, request, K, KP)
         rstd = rstd_of(squares_ptr, request, eps, K, S, SP)
         gate, up = dot_pairs(w, x, ROWS)
-        _store_silu(gate * rstd, up * rstd, out_ptr + request * I + tile * ROWS + tl.arange(0, ROWS))
+        rows = tile * ROWS + tl.arange(0, ROWS)
+        gate, up = _add_bias(gate * rstd, up * rstd, bias_ptr, rows, I)
+        _store_silu(gate, up, out_ptr + request * I + tile * ROWS + tl.arange(0, ROWS))
 
 
 @triton.jit
@@ -324,6 +379,7 @@ def _gate_up_silu_kernel(
     x_ptr,  # [B, K]
     squares_ptr,  # [B, S] fp32
     w_ptr,  # [2 I, K], gate first
+    bias_ptr,  # [2 I], or None
     out_ptr,  # [B, I]
     gate_ptr,  # [1] int32 or None
     eps,
@@ -367,7 +423,8 @@ def _gate_up_silu_kernel(
             )  # fmt: skip
             for i in tl.static_range(2):
                 ptrs = out_ptr + (request + i) * I + tile * ROWS + row_of_lane
-                _store_silu(sums[i], sums[i + 2], ptrs, request + i < B)
+                gate, up = _add_bias(sums[i], sums[i + 2], bias_ptr, tile * ROWS + row_of_lane, I)
+                _store_silu(gate, up, ptrs, request + i < B)
             tile = next_tile
     elif KP < K:
         while tile * ROWS < I:
@@ -376,18 +433,19 @@ def _gate_up_silu_kernel(
             gate, up, w = dot_slices(
                 w, x_ptr, w_ptr, tile * ROWS + row, next_tile * ROWS + row, next_tile * ROWS < I, K, KP, ROWS
             )  # fmt: skip
-            _store_silu(gate * rstd, up * rstd, out_ptr + tile * ROWS + tl.arange(0, ROWS))
+            gate, up = _add_bias(gate * rstd, up * rstd, bias_ptr, tile * ROWS + tl.arange(0, ROWS), I)
+            _store_silu(gate, up, out_ptr + tile * ROWS + tl.arange(0, ROWS))
             tile = next_tile
     elif LOOP:
         while tile * ROWS < I:
             next_tile = tile + tl.num_programs(0)
             # A tile past the end of gate must not read rows of up: the limit is then 0.
             w_next = load_weights(w_ptr, next_tile * ROWS + row, tl.where(next_tile * ROWS < I, 2 * I, 0), K, KP, True)
-            _gate_up_tile(w, tile, x_ptr, squares_ptr, out_ptr, eps, K, KP, S, SP, B, I, ROWS)
+            _gate_up_tile(w, tile, x_ptr, squares_ptr, bias_ptr, out_ptr, eps, K, KP, S, SP, B, I, ROWS)
             tile = next_tile
             w = w_next
     else:
-        _gate_up_tile(w, tile, x_ptr, squares_ptr, out_ptr, eps, K, KP, S, SP, B, I, ROWS)
+        _gate_up_tile(w, tile, x_ptr, squares_ptr, bias_ptr, out_ptr, eps, K, KP, S, SP, B, I, ROWS)
 
 
 def gate_up_silu(
@@ -397,15 +455,17 @@ def gate_up_silu(
     out: Tensor,
     eps: float,
     gate: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> None:
     """`silu(gate) * up` of the normalised input. Oracle: `gate_up_silu_ref`.
 
-        gate, up = (x_norm W^T) / sqrt(sum(square_sums) / K + eps)
+        gate, up = (x_norm W^T) / sqrt(sum(square_sums) / K + eps) + bias
 
     Args:
         x_norm, square_sums, gate: as `qkv_rope_append`.
         weight: [2 I, K], gate first.
         out: [B, I], written.
+        bias: [2 I].
     Capture: graph-safe; allocates nothing.
     """
     batch_size, num_inputs = x_norm.shape
@@ -417,6 +477,7 @@ def gate_up_silu(
         x_norm,
         square_sums,
         weight,
+        bias,
         out,
         gate,
         eps,

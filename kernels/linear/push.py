@@ -52,16 +52,25 @@ def _push_sums(
 
 
 @triton.jit
+def _add_row_bias(y, bias_ptr, rows, num_rows):
+    """Add the biases of `rows`, if there are any."""
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + rows, mask=rows < num_rows, other=0.0).to(tl.float32)
+    return y
+
+
+@triton.jit
 def _push_tile(
-    w, rows, x_ptr, squares_ptr, out_ptr, bases, epoch, fault, fault_ptr, reduce_index, rank, code, num_rows, out_width,
-    eps, K: tl.constexpr, KP: tl.constexpr, S: tl.constexpr, SP: tl.constexpr, B: tl.constexpr, PEERS: tl.constexpr,
-    SOURCES: tl.constexpr, PUSH: tl.constexpr,
+    w, rows, x_ptr, squares_ptr, bias_ptr, out_ptr, bases, epoch, fault, fault_ptr, reduce_index, rank, code, num_rows,
+    out_width, eps, K: tl.constexpr, KP: tl.constexpr, S: tl.constexpr, SP: tl.constexpr, B: tl.constexpr,
+    PEERS: tl.constexpr, SOURCES: tl.constexpr, PUSH: tl.constexpr,
 ):  # fmt: skip
     """Multiply one tile by one request after another, and push the sums to every peer."""
     for request in tl.static_range(B):
         y = dot(w, load_inputs(x_ptr, request, K, KP))
         if squares_ptr is not None:
             y *= rstd_of(squares_ptr, request, eps, K, S, SP)
+        y = _add_row_bias(y, bias_ptr, rows, num_rows)
         _push_sums(
             y, rows, request, rows < num_rows, out_ptr, bases, epoch, fault, fault_ptr, reduce_index, rank, code,
             out_width, B, PEERS, SOURCES, PUSH,
@@ -73,6 +82,7 @@ def _push_partial_kernel(
     x_ptr,  # [B, K]
     squares_ptr,  # [B, S] fp32, or None: the input is not normalised
     w_ptr,  # [num_rows, K]
+    bias_ptr,  # [num_rows], or None
     out_ptr,  # [B, out_width] fp32: written if there are no peers
     peers_ptr,  # [PEERS] int64: addresses of all packets [num_reduces, B, SOURCES, out_width] to write
     epoch_ptr,  # [1] int32
@@ -132,8 +142,9 @@ def _push_partial_kernel(
             )  # fmt: skip
             for i in tl.static_range(4):
                 row, lane_request = first + row_of_lane + i // 2 * 8, request + i % 2
+                y = _add_row_bias(sums[i], bias_ptr, row, num_rows)
                 _push_sums(
-                    sums[i], row, lane_request, (row < num_rows) & (lane_request < B), out_ptr, bases, epoch, fault,
+                    y, row, lane_request, (row < num_rows) & (lane_request < B), out_ptr, bases, epoch, fault,
                     fault_ptr, reduce_index, rank, code, out_width, B, PEERS, SOURCES, PUSH,
                 )  # fmt: skip
             first = next_first
@@ -143,22 +154,29 @@ def _push_partial_kernel(
             next_first = first + tl.num_programs(0) * ROWS
             w_next = load_weights(w_ptr, next_first + tl.arange(0, ROWS), num_rows, K, KP, True)
             _push_tile(
-                w, first + tl.arange(0, ROWS), x_ptr, squares_ptr, out_ptr, bases, epoch, fault, fault_ptr,
-                reduce_index, rank, code, num_rows, out_width, eps, K, KP, S, SP, B, PEERS, SOURCES, PUSH,
+                w, first + tl.arange(0, ROWS), x_ptr, squares_ptr, bias_ptr, out_ptr, bases, epoch, fault,
+                fault_ptr, reduce_index, rank, code, num_rows, out_width, eps, K, KP, S, SP, B, PEERS, SOURCES, PUSH,
             )  # fmt: skip
             first = next_first
             w = w_next
     else:
         _push_tile(
-            w, rows, x_ptr, squares_ptr, out_ptr, bases, epoch, fault, fault_ptr, reduce_index, rank, code, num_rows,
-            out_width, eps, K, KP, S, SP, B, PEERS, SOURCES, PUSH,
+            w, rows, x_ptr, squares_ptr, bias_ptr, out_ptr, bases, epoch, fault, fault_ptr, reduce_index, rank, code,
+            num_rows, out_width, eps, K, KP, S, SP, B, PEERS, SOURCES, PUSH,
         )  # fmt: skip
 
 
-def push_partial(x: Tensor, weight: Tensor, exchange: Exchange, reduce_index: int, gate: Tensor | None = None) -> None:
+def push_partial(
+    x: Tensor,
+    weight: Tensor,
+    exchange: Exchange,
+    reduce_index: int,
+    gate: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> None:
     """Row-parallel projection: push this rank's partial sums to every rank of the group. Oracle: `push_partial_ref`.
 
-        partial = x W^T, fp32
+        partial = x W^T + bias, fp32
 
     With peers, the sums go into the packets of `reduce_index` of every rank, and into `own_packets` if that exists.
     Without peers, they go into `exchange.partial`. In both cases `reduce_norm` adds them up. A sum that is not finite
@@ -169,10 +187,11 @@ def push_partial(x: Tensor, weight: Tensor, exchange: Exchange, reduce_index: in
         weight: [hidden, K], this rank's columns.
         reduce_index: number of the all-reduce in the step.
         gate: [1] int32; 0 skips everything.
+        bias: [hidden], on one rank of the group: the sum over the ranks adds it.
     Capture: graph-safe; allocates nothing.
     """
     _push(
-        x, None, weight, exchange.partial, exchange.peers, exchange.epoch, exchange.fault, gate, reduce_index,
+        x, None, weight, bias, exchange.partial, exchange.peers, exchange.epoch, exchange.fault, gate, reduce_index,
         exchange.tp_rank, fault_code(BAD_NUMBERS, reduce_index, exchange.rank), exchange.tp_size, 0.0,
     )  # fmt: skip
 
@@ -193,7 +212,7 @@ def lm_head(
     local = exchange.shard
     code = fault_code(BAD_NUMBERS, reduce_index, exchange.rank)
     _push(
-        x_norm, square_sums, weight, local, exchange.peers, exchange.epoch, exchange.fault, None, 0,
+        x_norm, square_sums, weight, None, local, exchange.peers, exchange.epoch, exchange.fault, None, 0,
         exchange.rank, code, exchange.world_size, eps,
     )  # fmt: skip
 
@@ -202,6 +221,7 @@ def _push(
     x: Tensor,
     square_sums: Tensor | None,
     weight: Tensor,
+    bias: Tensor | None,
     local: Tensor,
     peers: Tensor | None,
     epoch: Tensor,
@@ -225,6 +245,7 @@ def _push(
         x,
         square_sums,
         weight,
+        bias,
         local,
         peers,
         epoch,

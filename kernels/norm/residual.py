@@ -52,6 +52,7 @@ def _embed_norm_kernel(
     HALF: tl.constexpr,
     HALF_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
+    ROPE_FACTOR: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """BLOCK channels of one request; its first program also writes the cosines and sines. Grid [hidden / BLOCK, B]."""
@@ -67,9 +68,13 @@ def _embed_norm_kernel(
     if tl.program_id(0) == 0:
         c = tl.arange(0, HALF_PAD)
         position = (tl.load(seq_lens_ptr + request) - 1).to(tl.float32)
-        angle = position * tl.load(inv_freq_ptr + c, mask=c < HALF, other=0.0)
-        tl.store(rope_ptr + request * 2 * HALF + c, tl.cos(angle), mask=c < HALF)
-        tl.store(rope_ptr + request * 2 * HALF + HALF + c, tl.sin(angle), mask=c < HALF)
+        inv_freq = tl.load(inv_freq_ptr + c, mask=c < HALF, other=0.0)
+        angle = position * inv_freq
+        cos_factor = 1.0
+        if ROPE_FACTOR != 1.0:
+            cos_factor = tl.where(inv_freq > 0, ROPE_FACTOR, 1.0)
+        tl.store(rope_ptr + request * 2 * HALF + c, tl.cos(angle) * cos_factor, mask=c < HALF)
+        tl.store(rope_ptr + request * 2 * HALF + HALF + c, tl.sin(angle) * ROPE_FACTOR, mask=c < HALF)
 
 
 def embed_norm(
@@ -82,11 +87,12 @@ def embed_norm(
     x_norm: Tensor,
     square_sums: Tensor,
     rope: Tensor,
+    rope_factor: float = 1.0,
 ) -> None:
     """The first kernel of a step: embeddings, inputs of the first RMSNorm, RoPE table. Oracle: `embed_norm_ref`.
 
         x = table[token];  x_norm = x * gamma;  square_sums = partial sums of x^2
-        rope = cos and sin of position * inv_freq
+        rope = cos and sin of position * inv_freq, times rope_factor where inv_freq > 0
 
     Args:
         token_ids: [B] int64.
@@ -104,7 +110,7 @@ def embed_norm(
     half = inv_freq.shape[0]
     compiled = jit_launch(_embed_norm_kernel, (num_square_sums(hidden), batch_size))(
         token_ids, seq_lens, table, gamma, inv_freq, x, x_norm, square_sums, rope,
-        HIDDEN=hidden, HALF=half, HALF_PAD=triton.next_power_of_2(half), BLOCK=BLOCK,
+        HIDDEN=hidden, HALF=half, HALF_PAD=triton.next_power_of_2(half), BLOCK=BLOCK, ROPE_FACTOR=rope_factor,
         PDL=pdl_options(x.device)["PDL"], num_warps=1,
     )  # fmt: skip
     set_l1_carveout(compiled)

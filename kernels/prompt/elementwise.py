@@ -5,13 +5,23 @@ On a GPU, the kernels of prompt_kernels.py compute them, with one pass over memo
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from alspec.kernels.prompt import prompt_kernels
 
-__all__ = ["add_parts", "add_rms_norm", "rms_norm", "rope_cos_sin", "rotate_heads", "silu_mul"]
+__all__ = ["HeadNorms", "add_parts", "add_rms_norm", "rms_norm", "rope_cos_sin", "rotate_heads", "silu_mul"]
+
+
+class HeadNorms(NamedTuple):
+    """RMSNorm of each query and key head before RoPE."""
+
+    q: Tensor  # [D]
+    k: Tensor  # [D]
+    eps: float
 
 
 def add_parts(x: Tensor, parts: Tensor) -> Tensor:
@@ -77,25 +87,30 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def rope_cos_sin(positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute cosine and sine of `position * inv_freq`.
+def rope_cos_sin(positions: Tensor, inv_freq: Tensor, factors: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Compute cosine and sine of `position * inv_freq`, times `factors` if they are given.
 
     Args:
-        positions: [n] integers.  inv_freq: [D/2] fp32.
+        positions: [n] integers.  inv_freq, factors: [D/2] fp32.
     Returns:
         cos, sin: [n, 1, D/2] fp32.
     """
     angle = positions[:, None, None].float() * inv_freq
+    if factors is not None:
+        return angle.cos() * factors, angle.sin() * factors
     return angle.cos(), angle.sin()
 
 
-def rotate_heads(qkv: Tensor, num_kv_heads: int, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Apply the rotary embedding to queries and keys, in fp32. Oracle: `apply_rope_ref`.
+def rotate_heads(
+    qkv: Tensor, num_kv_heads: int, cos: Tensor, sin: Tensor, norms: HeadNorms | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Apply the rotary embedding to queries and keys, in fp32. Oracle: `apply_rope_ref`, after `rms_norm_ref`.
 
     It rotates channel pairs `(c, c + D/2)`, as in the Hugging Face layout.
 
     Args:
         qkv: [n, Hq + 2 Hkv, D], contiguous.  cos, sin: [n, 1, D/2] fp32, from `rope_cos_sin`.
+        norms: of each query and key head before the rotation; None: none.
     Returns:
         q: [n, Hq, D].  k: [n, Hkv, D].  v: [n, Hkv, D], a view of qkv.  All in qkv's dtype.
     """
@@ -103,8 +118,13 @@ def rotate_heads(qkv: Tensor, num_kv_heads: int, cos: Tensor, sin: Tensor) -> tu
     v = qkv[:, -num_kv_heads:]
     if qkv.is_cuda:
         q, k = (qkv.new_empty(qkv.shape[0], heads, qkv.shape[2]) for heads in (num_qo_heads, num_kv_heads))
-        prompt_kernels.rotate_heads(qkv, cos, sin, q, k)
+        prompt_kernels.rotate_heads(qkv, cos, sin, q, k, *(norms or (None, None, 0.0)))
         return q, k, v
-    first, second = qkv[:, :-num_kv_heads].float().chunk(2, dim=-1)
+    heads = qkv[:, :-num_kv_heads].float()
+    if norms is not None:
+        heads = F.rms_norm(heads, heads.shape[-1:], None, norms.eps)
+        weights = torch.cat([norms.q.expand(num_qo_heads, -1), norms.k.expand(num_kv_heads, -1)])
+        heads = heads * weights.float()
+    first, second = heads.chunk(2, dim=-1)
     rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(qkv.dtype)
     return rotated[:, :num_qo_heads], rotated[:, num_qo_heads:], v

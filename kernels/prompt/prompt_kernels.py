@@ -76,13 +76,16 @@ def _rotate_heads_kernel(
     sin_ptr,
     q_ptr,  # [n, HQ, D]
     k_ptr,  # [n, HKV, D]
+    q_norm_ptr,  # [D], or None: heads are not normalised
+    k_norm_ptr,  # [D]
+    EPS: tl.constexpr,
     HQ: tl.constexpr,
     HKV: tl.constexpr,
     D: tl.constexpr,
     HEADS_PAD: tl.constexpr,
     HALF_PAD: tl.constexpr,
 ):
-    """Rotary embedding of one token. Grid [n]."""
+    """RMSNorm of each head, if there are weights, then the rotary embedding of one token. Grid [n]."""
     token = tl.program_id(0).to(tl.int64)
     heads, pairs = tl.arange(0, HEADS_PAD)[:, None], tl.arange(0, HALF_PAD)[None, :]
     HALF: tl.constexpr = D // 2
@@ -93,6 +96,11 @@ def _rotate_heads_kernel(
     ptrs = qkv_ptr + (token * (HQ + 2 * HKV) + heads) * D + pairs
     first = tl.load(ptrs, mask=head_mask, other=0.0).to(tl.float32)
     second = tl.load(ptrs + HALF, mask=head_mask, other=0.0).to(tl.float32)
+    if q_norm_ptr is not None:
+        norm_ptrs = tl.where(heads < HQ, q_norm_ptr, k_norm_ptr) + pairs
+        scale = rstd(tl.sum(first * first + second * second, 1) / D, EPS)[:, None]
+        first *= scale * tl.load(norm_ptrs, mask=head_mask, other=0.0).to(tl.float32)
+        second *= scale * tl.load(norm_ptrs + HALF, mask=head_mask, other=0.0).to(tl.float32)
     rotated_first = (first * cos - second * sin).to(q_ptr.dtype.element_ty)
     second = (second * cos + first * sin).to(q_ptr.dtype.element_ty)
     is_q = is_pair & (heads < HQ)
@@ -105,17 +113,29 @@ def _rotate_heads_kernel(
     tl.store(k_ptrs + HALF, second, mask=is_k)
 
 
-def rotate_heads(qkv: Tensor, cos: Tensor, sin: Tensor, q: Tensor, k: Tensor) -> None:
-    """Apply the rotary embedding to the query and key heads. Oracle: `apply_rope_ref`.
+def rotate_heads(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    q: Tensor,
+    k: Tensor,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
+) -> None:
+    """Apply the rotary embedding to the query and key heads, after an RMSNorm of each head if weights are given.
+
+    Oracle: `apply_rope_ref`, after `rms_norm_ref`.
 
     Args:
         qkv: [n, Hq + 2 Hkv, D], queries first, then keys, then values.  cos, sin: [n, 1, D/2] fp32.
         q: [n, Hq, D], written.  k: [n, Hkv, D], written.  All contiguous.
+        q_norm, k_norm: [D], both or none.  eps: of the norms.
     """
     assert all(tensor.is_contiguous() for tensor in (qkv, cos, sin))
     (num_tokens, num_qo_heads, head_dim), num_kv_heads = q.shape, k.shape[1]
     _rotate_heads_kernel[(num_tokens,)](
-        qkv, cos, sin, q, k, HQ=num_qo_heads, HKV=num_kv_heads, D=head_dim,
+        qkv, cos, sin, q, k, q_norm, k_norm, eps, HQ=num_qo_heads, HKV=num_kv_heads, D=head_dim,
         HEADS_PAD=triton.next_power_of_2(num_qo_heads + num_kv_heads), HALF_PAD=triton.next_power_of_2(head_dim // 2),
         num_warps=8,
     )  # fmt: skip

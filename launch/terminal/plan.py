@@ -14,7 +14,7 @@ from alspec.latency_model import StepCosts, speculative_step_us, tp_step_us
 from alspec.models.checkpoint.source import model_config
 from alspec.models.llama import Shard
 from alspec.models.llama_config import LlamaConfig
-from alspec.runtime.cache.codecs import bytes_per_token, check_codec
+from alspec.runtime.cache.codecs import bytes_per_token, check_codec, check_window, kept_tokens
 from alspec.runtime.engine.memory import DTYPES, GIB, check_max_context, plan_memory
 from alspec.runtime.profiling.stats import step_bytes
 
@@ -61,6 +61,8 @@ def step_costs(
     tp_size = world_size // num_groups
     shard = Shard(0, tp_size, 0, world_size)
     cache = bytes_per_token(kv_cache, config, tp_size, dtype, kv_protect) * context
+    if kv_cache == "bf16" and config.window_below(context):
+        cache *= kept_tokens(config, context) / (config.num_layers * context)
     head = config.hidden_size * dtype.itemsize * -(-config.vocab_size // world_size)
     layers = step_bytes(config, shard, dtype, [], kv_cache) - head
 
@@ -97,6 +99,7 @@ def print_plan(config: GenerateConfig) -> None:
     check_max_context(config.max_context, model)
     dtype = DTYPES[config.dtype or model.dtype]
     context = config.max_context or model.longest_context
+    check_window(config.kv_cache, "off", model, context)
     table = Table(
         title=f"{context} tokens, {config.dtype or model.dtype}, cache {cache_name(config)}; captured step over peer "
         f"memory on H200s, {STREAM_BYTES_PER_S / 1e12:.1f} TB/s, paired at a hit rate of {PREDICTED_HIT_RATE:.2f}",
@@ -111,7 +114,9 @@ def print_plan(config: GenerateConfig) -> None:
             tp_size = world_size // num_groups
             if world_size % num_groups or tp_size not in model.valid_tp_sizes:
                 continue
-            if config.kv_cache == "turbo-mixed" and tp_size == model.num_kv_heads:
+            if mode == "paired" and model.window_below(context):
+                continue
+            if config.kv_cache == "turbo-mixed" and tp_size >= model.num_kv_heads:
                 continue  # a rank would have one KV head; turbo-mixed needs two
             codec, protect, shard = config.kv_cache, config.kv_protect, Shard(0, tp_size, 0, world_size)
             plan = plan_memory(model, shard, dtype, 1, context, codec, "cuda", protect)

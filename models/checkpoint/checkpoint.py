@@ -28,20 +28,30 @@ _COVERED = ("*.safetensors", "*.json", "*.jinja")
 
 
 def expected_tensors(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
-    """Names (Hugging Face spelling) and shapes of a Llama's weights; no LM head if embeddings are tied."""
+    """Names (Hugging Face spelling) and shapes of a model's weights; no LM head if embeddings are tied."""
     hidden, mlp = config.hidden_size, config.intermediate_size
     q_rows, kv_rows = config.num_qo_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    layer: dict[str, tuple[int, ...]] = {
-        "input_layernorm.weight": (hidden,),
-        "self_attn.q_proj.weight": (q_rows, hidden),
-        "self_attn.k_proj.weight": (kv_rows, hidden),
-        "self_attn.v_proj.weight": (kv_rows, hidden),
-        "self_attn.o_proj.weight": (hidden, q_rows),
-        "post_attention_layernorm.weight": (hidden,),
-        "mlp.gate_proj.weight": (mlp, hidden),
-        "mlp.up_proj.weight": (mlp, hidden),
-        "mlp.down_proj.weight": (hidden, mlp),
-    }
+    rows = {"q": q_rows, "k": kv_rows, "v": kv_rows}
+    layer: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (hidden,)}
+    if config.fused_tensors:
+        rows = {"qkv": q_rows + 2 * kv_rows}
+    for part, num_rows in rows.items():
+        layer[f"self_attn.{part}_proj.weight"] = (num_rows, hidden)
+        if config.qkv_bias:
+            layer[f"self_attn.{part}_proj.bias"] = (num_rows,)
+    if config.qk_norm:
+        layer |= {f"self_attn.{part}_norm.weight": (config.head_dim,) for part in ("q", "k")}
+    layer["self_attn.o_proj.weight"] = (hidden, q_rows)
+    if config.o_bias:
+        layer["self_attn.o_proj.bias"] = (hidden,)
+    layer["post_attention_layernorm.weight"] = (hidden,)
+    for part, num_rows in {"gate_up": 2 * mlp}.items() if config.fused_tensors else {"gate": mlp, "up": mlp}.items():
+        layer[f"mlp.{part}_proj.weight"] = (num_rows, hidden)
+        if config.mlp_bias:
+            layer[f"mlp.{part}_proj.bias"] = (num_rows,)
+    layer["mlp.down_proj.weight"] = (hidden, mlp)
+    if config.mlp_bias:
+        layer["mlp.down_proj.bias"] = (hidden,)
     tensors: dict[str, tuple[int, ...]] = {_EMBEDDING: (config.vocab_size, hidden)}
     for index in range(config.num_layers):
         tensors |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}

@@ -29,6 +29,8 @@ _NAMES = {
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
     "post_attention_layernorm": "ffn_norm",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
@@ -38,27 +40,30 @@ _NAMES = {
 
 def gguf_name(name: str) -> str:
     """Return a tensor's name in GGUF files for its Hugging Face name."""
-    stem = name.removesuffix(".weight")
+    stem, _, kind = name.rpartition(".")  # weight or bias
     if not stem.startswith("model.layers."):
-        return f"{_NAMES[stem]}.weight"
+        return f"{_NAMES[stem]}.{kind}"
     layer, _, part = stem.removeprefix("model.layers.").partition(".")
-    return f"blk.{layer}.{_NAMES[part]}.weight"
+    return f"blk.{layer}.{_NAMES[part]}.{kind}"
 
 
 @dataclass(frozen=True)
 class GgufCheckpoint(Checkpoint):
     """The weights of a GGUF file under their Hugging Face names, to be read slice by slice.
 
-    `tensor_slice` returns F32, F16 and BF16 as stored and quantised tensors in fp32. The rows of each head of q and k
-    are put back from the interleaved rotary order of GGUF files into the order of two halves.
+    `tensor_slice` returns F32, F16 and BF16 as stored and quantised tensors in fp32. If the family's files hold the
+    rows of each head of q and k in the interleaved rotary order, they are put back into the order of two halves.
     """
 
     head_dim: int = 2
+    interleaved: bool = False
 
     @classmethod
-    def of_model(cls, model: GgufModel, config: LlamaConfig) -> Self:
+    def of_model(cls, model: GgufModel, config: LlamaConfig, interleaved: bool) -> Self:
         """Check names and shapes of a file's tensors against its configuration; reads no weights.
 
+        Args:
+            interleaved: order of the rows of q and k.
         Raises:
             UserError: a tensor is missing, left over, or of the wrong shape; a quantised tensor without the gguf
                 package.
@@ -80,7 +85,7 @@ class GgufCheckpoint(Checkpoint):
         if left_over:
             raise UserError(
                 f"{model.files[left_over[0]]}: tensor {show(left_over[0])}: left over: expected the {len(stored)} "
-                f"tensors of a plain Llama, found {len(left_over)} more; this variant is not supported"
+                f"tensors of the metadata, found {len(left_over)} more; this variant is not supported"
             )
         quantised = next((name for name in stored if model.entries[name].dtype not in _STORED), None)
         if quantised is not None and importlib.util.find_spec("gguf") is None:
@@ -93,10 +98,11 @@ class GgufCheckpoint(Checkpoint):
             {name: model.files[stored] for name, (stored, _) in expected.items()},
             {name: stored for name, (stored, _) in expected.items()},
             head_dim=config.head_dim,
+            interleaved=interleaved,
         )
 
     def _read(self, name: str, dim: int, start: int, stop: int) -> torch.Tensor:
-        if not name.endswith(("q_proj.weight", "k_proj.weight")):
+        if not self.interleaved or name.rpartition(".")[0].rpartition(".")[2] not in ("q_proj", "k_proj"):
             return self._read_stored(name, dim, start, stop)
         if dim:
             return _in_halves(self._read_stored(name, dim, start, stop), self.head_dim)

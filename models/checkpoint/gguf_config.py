@@ -1,4 +1,4 @@
-"""The shape of a Llama model, read from the metadata of a GGUF file."""
+"""The shape and options of a model, read from the metadata of a GGUF file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from alspec.errors import UserError, show
 from alspec.models.checkpoint.gguf_checkpoint import GgufCheckpoint
 from alspec.models.checkpoint.gguf_header import GgufModel
 from alspec.models.checkpoint.safetensors_header import TensorEntry
+from alspec.models.families.registry import gguf_family_of
 from alspec.models.llama_config import LlamaConfig, RopeScaling, rope_inv_freq
+from alspec.models.rope import yarn_attention_factor
 
 __all__ = ["gguf_config"]
 
@@ -33,12 +35,18 @@ _NEUTRAL = {
 # Control tokens that end an answer, also in files whose metadata does not say so (as in llama.cpp).
 _END_TEXTS = ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<|endoftext|>")
 _CONTROL = 3
+# Options of biases, and a tensor that tells.
+_BIASES = {"qkv_bias": "blk.0.attn_q.bias", "o_bias": "blk.0.attn_output.bias", "mlp_bias": "blk.0.ffn_up.bias"}
+# Settings of yarn that llama.cpp's converter writes only if they are not these.
+_YARN = {"yarn_ext_factor": 1.0, "yarn_attn_factor": 1.0, "attn_factor": 1.0, "yarn_beta_fast": 32.0,
+         "yarn_beta_slow": 1.0, "yarn_log_multiplier": 0.0}  # fmt: skip
 
 
 def gguf_config(model: GgufModel) -> LlamaConfig:
-    """Read the configuration of a GGUF file whose `general.architecture` is `llama`.
+    """Read the configuration of a GGUF file whose `general.architecture` is that of a family (Mistral's is `llama`).
 
-    Embeddings are tied if there is no `output.weight`. `rope_freqs.weight` must hold the factors of the llama3 rule.
+    Embeddings are tied if there is no `output.weight`, and a projection has biases if layer 0 has them.
+    `rope_freqs.weight` must hold the factors of the llama3 rule.
     The published dtype is that of the matrices with most bytes: fp32, fp16, or bf16 for all others.
 
     Raises:
@@ -46,23 +54,23 @@ def gguf_config(model: GgufModel) -> LlamaConfig:
     """
     metadata, path = model.metadata, model.path
     architecture = metadata.get("general.architecture")
-    if architecture != "llama":
-        raise UserError(
-            f"{path}: general.architecture: expected 'llama', found {show(architecture)}; give a Llama model"
-        )
+    family = gguf_family_of(architecture, path)
     for name, neutral in _NEUTRAL.items():
-        value = metadata.get(f"llama.{name}", neutral[0])
+        value = metadata.get(f"{architecture}.{name}", neutral[0])
         if value not in neutral:
             raise UserError(
-                f"{path}: llama.{name}: expected {neutral[-1]!r}, found {show(value)}; this variant is not supported"
+                f"{path}: {architecture}.{name}: expected {neutral[-1]!r}, found {show(value)}; "
+                "this variant is not supported"
             )
     read = _Numbers(model)
     hidden, heads = read("embedding_length"), read("attention.head_count")
     head_dim = read("attention.key_length", hidden // heads)
     for name in ("attention.value_length", "rope.dimension_count"):
         if (found := read(name, head_dim)) != head_dim:
-            raise UserError(f"{path}: llama.{name}: expected {head_dim}, the size of a head, found {found}; "
-                            "this variant is not supported")  # fmt: skip
+            raise UserError(
+                f"{path}: {architecture}.{name}: expected {head_dim}, the size of a head, found {found}; "
+                "this variant is not supported"
+            )
     theta = read.number("rope.freq_base", 10_000.0)
     values: dict[str, Any] = {
         "hidden_size": hidden,
@@ -80,7 +88,10 @@ def gguf_config(model: GgufModel) -> LlamaConfig:
         "dtype": _dtype(model.entries),
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_ids": _end_ids(metadata),
-    }
+        "sliding_window": read("attention.sliding_window", None) if read.has("attention.sliding_window") else None,
+    } | family.gguf_options
+    for name, tensor in _BIASES.items():
+        values[name] = values.get(name, False) or tensor in model.entries
     try:
         return LlamaConfig(**values)
     except ValidationError as error:
@@ -91,10 +102,13 @@ def gguf_config(model: GgufModel) -> LlamaConfig:
 
 
 class _Numbers:
-    """Reads numbers of the metadata under `llama.`."""
+    """Reads numbers of the metadata under the name of the architecture."""
 
     def __init__(self, model: GgufModel) -> None:
-        self._model = model
+        self._model, self.prefix = model, model.metadata.get("general.architecture")
+
+    def has(self, name: str) -> bool:
+        return self._model.metadata.get(f"{self.prefix}.{name}") is not None
 
     def __call__(self, name: str, default: int | None = None) -> int:
         value = self._get(name, default)
@@ -110,13 +124,14 @@ class _Numbers:
         return float(str(torch.tensor(value, dtype=torch.float32).numpy()))
 
     def _get(self, name: str, default: float | None) -> Any:
-        value = self._model.metadata.get(f"llama.{name}")
+        value = self._model.metadata.get(f"{self.prefix}.{name}")
         return default if value is None else value
 
     def _error(self, name: str, expected: str, value: Any) -> UserError:
         found = "none" if value is None else show(value)
         return UserError(
-            f"{self._model.path}: llama.{name}: expected {expected}, found {found}; download or convert the model again"
+            f"{self._model.path}: {self.prefix}.{name}: expected {expected}, found {found}; "
+            "download or convert the model again"
         )
 
 
@@ -147,10 +162,12 @@ def _dtype(entries: dict[str, TensorEntry]) -> DType:
 def _rope_scaling(model: GgufModel, head_dim: int, theta: float) -> RopeScaling | None:
     """The scaling of the metadata, or the llama3 rule that `rope_freqs.weight` follows."""
     read = _Numbers(model)
-    kind = model.metadata.get("llama.rope.scaling.type")
+    kind = model.metadata.get(f"{read.prefix}.rope.scaling.type")
+    if kind == "yarn":
+        return _yarn(model)
     if kind not in (None, "none", "linear"):
         raise UserError(
-            f"{model.path}: llama.rope.scaling.type: expected none or linear, found {show(kind)}; "
+            f"{model.path}: {read.prefix}.rope.scaling.type: expected none, linear or yarn, found {show(kind)}; "
             "this scaling is not supported"
         )
     # Files without a type have the factor under its older name.
@@ -158,7 +175,7 @@ def _rope_scaling(model: GgufModel, head_dim: int, theta: float) -> RopeScaling 
     factor = 1.0 if kind == "none" else read.number(name, 1.0)
     if not 1.0 <= factor <= 1e6:
         raise UserError(
-            f"{model.path}: llama.{name}: expected 1 to 1e6, found {factor:g}; this scaling is not supported"
+            f"{model.path}: {read.prefix}.{name}: expected 1 to 1e6, found {factor:g}; this scaling is not supported"
         )
     if _ROPE_FACTORS not in model.entries:
         return RopeScaling(rope_type="linear", factor=factor) if factor > 1.0 else None
@@ -182,6 +199,25 @@ def _rope_scaling(model: GgufModel, head_dim: int, theta: float) -> RopeScaling 
         f"{where}: expected the factors of the llama3 rule (low 1, high 4, {context} tokens), found others, up to "
         f"{largest:g}; this scaling is not supported"
     )
+
+
+def _yarn(model: GgufModel) -> RopeScaling:
+    read = _Numbers(model)
+    for name, usual in _YARN.items():
+        key = f"{read.prefix}.rope.scaling.{name}"
+        if (found := model.metadata.get(key, usual)) != usual:
+            raise UserError(
+                f"{model.path}: {key}: expected {usual:g}, found {show(found)}; this scaling is not supported"
+            )
+    factor = read.number("rope.scaling.factor")
+    if not 1.0 <= factor <= 1e6:
+        raise UserError(f"{model.path}: {read.prefix}.rope.scaling.factor: expected 1 to 1e6, found {factor:g}; "
+                        "this scaling is not supported")  # fmt: skip
+    context = read("rope.scaling.original_context_length", read("context_length"))
+    return RopeScaling(
+        rope_type="yarn", factor=factor, original_max_position_embeddings=context,
+        attention_factor=yarn_attention_factor(factor),
+    )  # fmt: skip
 
 
 def _read_vector(model: GgufModel, name: str) -> torch.Tensor:

@@ -14,7 +14,10 @@ from alspec.models.checkpoint.gguf_config import gguf_config
 from alspec.models.checkpoint.gguf_header import is_gguf, part_paths, read_gguf
 from alspec.models.checkpoint.model_folder import usable_path
 from alspec.models.demo import DEMO_CHECKPOINT
+from alspec.models.families.registry import gguf_family_of, notice_of_unused
+from alspec.models.generation_config import notice_of_settings
 from alspec.models.llama_config import RANDOM_SHAPES, LlamaConfig
+from alspec.models.tokenizer.end_tokens import notice_of_end_tokens
 from alspec.models.tokenizer.gguf_tokenizer import gguf_tokenizer
 from alspec.models.tokenizer.tokenizer import Tokenizer
 
@@ -24,6 +27,7 @@ __all__ = [
     "model_files",
     "model_name",
     "model_path",
+    "notices_of_model",
     "open_checkpoint",
     "open_tokenizer",
 ]
@@ -77,6 +81,15 @@ def model_config(config: EngineConfig) -> LlamaConfig:
     return gguf_config(read_gguf(path)) if is_gguf(path) else LlamaConfig.from_folder(path)
 
 
+def notices_of_model(config: EngineConfig) -> list[str]:
+    """Lines about settings of the selected model's files that a user may not expect to be ignored."""
+    path = model_path(config)
+    if config.random_weights is not None or is_gguf(path):
+        return []
+    notices = notice_of_settings(path), notice_of_end_tokens(path), notice_of_unused(path)
+    return [notice for notice in notices if notice is not None]
+
+
 def model_files(path: Path) -> list[Path]:
     """Files of a model that all ranks must have alike: weights and tokenizer."""
     return part_paths(path) if is_gguf(path) else [*path.glob("*.safetensors"), *path.glob("tokenizer.json")]
@@ -94,7 +107,9 @@ def open_checkpoint(config: EngineConfig, model: LlamaConfig) -> Checkpoint:
             raise UserError(
                 f"{path}: verify_checksums: expected a folder with SHA256SUMS, found a GGUF file; leave it out"
             )
-        return GgufCheckpoint.of_model(read_gguf(path), model)
+        file = read_gguf(path)
+        family = gguf_family_of(file.metadata.get("general.architecture"), path)
+        return GgufCheckpoint.of_model(file, model, family.gguf_interleaves)
     if config.verify_checksums:
         verify_checksums(path)
     return Checkpoint.open(path, model)

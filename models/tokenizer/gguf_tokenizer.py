@@ -21,8 +21,15 @@ _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORDS = (
     _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )  # %s: how digits are grouped
-_GPT_2, _SMOLLM, _LLAMA_3, _QWEN_2 = "gpt-2", "smollm", "llama-bpe", "qwen2"
-_PRE_NAMES = {name: name for name in (_GPT_2, _SMOLLM, _LLAMA_3, _QWEN_2)} | {"llama3": _LLAMA_3, "llama-v3": _LLAMA_3}
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_TEKKEN_WORDS = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_GPT_2, _SMOLLM, _LLAMA_3, _QWEN_2, _TEKKEN = "gpt-2", "smollm", "llama-bpe", "qwen2", "tekken"
+_PRE_NAMES = {name: name for name in (_GPT_2, _SMOLLM, _LLAMA_3, _QWEN_2, _TEKKEN)}
+_PRE_NAMES |= {"llama3": _LLAMA_3, "llama-v3": _LLAMA_3}
+_WHOLE = (_LLAMA_3, _TEKKEN)  # a word that is a token is not merged, and texts begin with BOS
 
 
 def gguf_tokenizer(model: GgufModel, config: LlamaConfig) -> Tokenizer:
@@ -42,7 +49,7 @@ def gguf_tokenizer(model: GgufModel, config: LlamaConfig) -> Tokenizer:
         raise read.error("tokens", "each token once", twice)
     if len(tokens) > config.vocab_size:
         raise read.error("tokens", f"up to {config.vocab_size} tokens (rows of the embedding)", len(tokens))
-    adds_bos = kind == "llama" or _PRE_NAMES.get(str(read.get("pre"))) == _LLAMA_3
+    adds_bos = kind == "llama" or _PRE_NAMES.get(str(read.get("pre"))) in _WHOLE
     core = _byte_level_core(read, tokens) if kind == "gpt2" else _sentencepiece_core(read, tokens)
     _add_special(core, read, tokens)
     settings = {"add_bos_token": read.get("add_bos_token", adds_bos)}
@@ -104,12 +111,14 @@ def _byte_level_core(read: _Metadata, tokens: list[str]) -> Core:
     if wrong is not None:
         raise read.error("merges", "pairs of tokens", " ".join(wrong))
     vocab = {token: token_id for token_id, token in enumerate(tokens)}
-    core = _bpe(read, vocab, merges, ignore_merges=pre == _LLAMA_3)
+    core = _bpe(read, vocab, merges, ignore_merges=pre in _WHOLE)
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre in (_GPT_2, _SMOLLM))
     if pre == _SMOLLM:
         first: list[Any] = [pre_tokenizers.Digits(individual_digits=True)]
     elif pre == _GPT_2:
         first = []
+    elif pre == _TEKKEN:
+        first = [pre_tokenizers.Split(Regex(_TEKKEN_WORDS), "isolated")]
     else:
         digits = r"\p{N}{1,3}" if pre == _LLAMA_3 else r"\p{N}"
         first = [pre_tokenizers.Split(Regex(_WORDS % digits), "isolated")]

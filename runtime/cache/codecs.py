@@ -11,11 +11,21 @@ from alspec.models.llama_config import LlamaConfig
 from alspec.runtime.cache.kv_cache import KVCache
 from alspec.runtime.cache.protected_cache import ProtectedCache
 from alspec.runtime.cache.quantised_cache import QuantisedCache
+from alspec.runtime.cache.window_cache import WindowCache
 from alspec.sas import Softmax
 
-__all__ = ["Cache", "bytes_per_token", "cache_bytes", "check_codec", "check_head_dim", "new_cache"]
+__all__ = [
+    "Cache",
+    "bytes_per_token",
+    "cache_bytes",
+    "check_codec",
+    "check_head_dim",
+    "check_window",
+    "kept_tokens",
+    "new_cache",
+]
 
-Cache = KVCache | QuantisedCache | ProtectedCache
+Cache = KVCache | QuantisedCache | ProtectedCache | WindowCache
 
 MIN_HEAD_DIM = 16  # smallest inner size of `tl.dot`
 
@@ -38,15 +48,16 @@ def check_codec(codec: str, config: LlamaConfig, tp_size: int, protect: int = 0)
     if config.head_dim not in HEAD_DIMS:
         sizes = " or ".join(map(str, HEAD_DIMS))
         raise UserError(f"kv_cache: {codec} needs a head_dim of {sizes}, the model has {config.head_dim}; use bf16")
-    heads_per_kv = config.num_qo_heads // config.num_kv_heads
+    num_qo_heads, num_kv_heads = config.local_heads(tp_size)
+    heads_per_kv = num_qo_heads // num_kv_heads
     if heads_per_kv > MAX_HEADS_PER_KV:
         raise UserError(
-            f"kv_cache: {codec} takes up to {MAX_HEADS_PER_KV} query heads for each KV head, the model has "
+            f"kv_cache: {codec} takes up to {MAX_HEADS_PER_KV} query heads for each KV head, a rank has "
             f"{heads_per_kv}; use bf16"
         )
-    if codec == "turbo-mixed" and config.num_kv_heads // tp_size < 2:
+    if codec == "turbo-mixed" and num_kv_heads < 2:
         raise UserError(
-            f"kv_cache: turbo-mixed needs two KV heads on a rank, found {config.num_kv_heads // tp_size}; "
+            f"kv_cache: turbo-mixed needs two KV heads on a rank, found {num_kv_heads}; "
             "use turbo4 or turbo2, or fewer ranks"
         )
 
@@ -84,7 +95,13 @@ def new_cache(
         softmax: of attention over a quantised cache; an uncompressed cache ignores it.
         protect: first and last layers that stay uncompressed beside quantised ones.
     """
-    shape = (batch_size, config.num_kv_heads // tp_size, max_context, config.head_dim)
+    shape = (batch_size, config.local_heads(tp_size)[1], max_context, config.head_dim)
+    if codec == "bf16" and (window := config.window_below(max_context)):
+        full_layers = tuple(layer for layer in range(config.num_layers) if config.window(layer) is None)
+        full = KVCache(len(full_layers), *shape, dtype, device)
+        ring_shape = (*shape[:2], window, config.head_dim)
+        rings = KVCache(config.num_layers - len(full_layers), *ring_shape, dtype, device)
+        return WindowCache(full_layers, config.num_layers, full, rings)
     if codec == "bf16":
         return KVCache(config.num_layers, *shape, dtype, device)
     quantised = QuantisedCache(codec, config.num_layers - 2 * protect, *shape, device, softmax)
@@ -92,8 +109,8 @@ def new_cache(
 
 
 def bytes_per_token(codec: str, config: LlamaConfig, tp_size: int, dtype: torch.dtype, protect: int = 0) -> float:
-    """Return the bytes per cached token of one request on one rank."""
-    heads, (exact, quantised) = config.num_kv_heads // tp_size, _layers(codec, config, protect)
+    """Return the bytes per cached token of one request on one rank, without a sliding window."""
+    heads, (exact, quantised) = config.local_heads(tp_size)[1], _layers(codec, config, protect)
     total: float = KVCache.bytes_per_token(exact, heads, config.head_dim, dtype)
     if quantised:
         total += QuantisedCache.bytes_per_token(codec, quantised, heads, config.head_dim)
@@ -110,11 +127,33 @@ def cache_bytes(
     protect: int = 0,
 ) -> int:
     """Return `num_bytes` of the cache that `new_cache` would create, without creating it."""
-    heads, (exact, quantised) = config.num_kv_heads // tp_size, _layers(codec, config, protect)
-    total = KVCache.bytes_per_token(exact, heads, config.head_dim, dtype) * batch_size * max_context
+    heads, (exact, quantised) = config.local_heads(tp_size)[1], _layers(codec, config, protect)
+    total = KVCache.bytes_per_token(1, heads, config.head_dim, dtype) * batch_size
+    total *= kept_tokens(config, max_context) if not quantised else exact * max_context
     if quantised:
         total += QuantisedCache.bytes_for(codec, quantised, batch_size, heads, max_context, config.head_dim)
     return total
+
+
+def kept_tokens(config: LlamaConfig, context: int) -> int:
+    """Return how many of a request's `context` tokens all layers of an uncompressed cache hold and read, in sum."""
+    return sum(min(context, config.window(layer) or context) for layer in range(config.num_layers))
+
+
+def check_window(codec: str, mode: str, config: LlamaConfig, context: int) -> None:
+    """Check that codec and mode can serve a sliding window that is shorter than the context.
+
+    Raises:
+        UserError: they cannot; says what can.
+    """
+    window = config.window_below(context)
+    if window is None or (codec == "bf16" and mode == "off"):
+        return
+    what = f"kv_cache {codec}" if codec != "bf16" else f"speculation {mode}"
+    raise UserError(
+        f"sliding window: {what} does not serve the model's window of {window} tokens in a context of {context}; use "
+        f"--speculation off and --kv-cache bf16, or a context (--max-context) of up to {window} tokens"
+    )
 
 
 def _layers(codec: str, config: LlamaConfig, protect: int) -> tuple[int, int]:

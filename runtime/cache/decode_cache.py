@@ -39,6 +39,9 @@ class DecodeCache:
             shape = (cache.batch_size, cache.num_kv_heads, 1, cache.head_dim)
             self._k, self._v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
             self._one = torch.ones_like(seq_lens)
+        rings = [layer.k.shape[2] for layer in self.layers if isinstance(layer, KVLayer) and layer.is_ring]
+        self._window = rings[0] if rings else 0  # tokens of every ring
+        self._window_lens = torch.ones_like(seq_lens) if rings else seq_lens
         self.sm_scale = cache.head_dim**-0.5
         self._workspaces = attend_workspaces(self.layers, num_qo_heads, device, spare_sms)
 
@@ -46,8 +49,25 @@ class DecodeCache:
         """Return the scratch memory of attention over a layer; layers of one kind share it."""
         return self._workspaces[type(self.layers[layer])]
 
+    def begin_step(self) -> None:
+        """Compute how many tokens rings hold. Call it before the layers of a step."""
+        if self._window:
+            torch.clamp(self._seq_lens, max=self._window, out=self._window_lens)
+
+    def is_ring(self, layer: int) -> bool:
+        """Whether a layer's cache is a ring, whose newest token may lie anywhere."""
+        cache = self.layers[layer]
+        return isinstance(cache, KVLayer) and cache.is_ring
+
+    def lengths(self, layer: int) -> Tensor:
+        """Tokens that attention over a layer reads, [B] int32."""
+        return self._window_lens if self.is_ring(layer) else self._seq_lens
+
     def newest(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return k, v [B, Hkv, N, D] and lengths [B] int32: request b's newest token lies at [b, :, lengths[b] - 1]."""
+        """Return k, v [B, Hkv, N, D] and lengths [B] int32: request b's newest token lies at [b, :, lengths[b] - 1].
+
+        In a ring it lies at that index modulo N.
+        """
         cache = self.layers[layer]
         if isinstance(cache, KVLayer):
             return cache.k, cache.v, self._seq_lens

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from alspec.kernels.attention.dispatch import attend
 from alspec.kernels.comm.exchange import Exchange, LogitExchange
+from alspec.kernels.linear.head_norm import norm_rope_append
 from alspec.kernels.linear.projections import gate_up_silu, qkv_rope_append
 from alspec.kernels.linear.push import lm_head, push_partial
 from alspec.kernels.norm.residual import embed_norm, num_square_sums, reduce_norm
@@ -50,6 +51,7 @@ class DecodeBuffers:
     x: Tensor  # [B, hidden] fp32
     x_norm: Tensor  # [B, hidden]: x * gamma of the next RMSNorm
     square_sums: Tensor  # [B, S] fp32
+    raw: Tensor | None  # [B, (Hq + 2 Hkv) D] fp32: q, k and v before the norms of heads, if there are any
     q: Tensor  # [B, Hq, D]
     attn_out: Tensor  # [B, Hq, D]
     lse: Tensor  # [B, Hq] fp32
@@ -67,7 +69,7 @@ class DecodeBuffers:
         def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.zeros(batch_size, *shape, dtype=dtype, device=device)
 
-        heads, candidates = config.num_qo_heads // tp_size, num_candidates(config.vocab_size)
+        (heads, kv_heads), candidates = config.local_heads(tp_size), num_candidates(config.vocab_size)
         return cls(
             token_ids=new(dtype=torch.int64),
             seq_lens=new(dtype=torch.int32) + 1,
@@ -75,6 +77,7 @@ class DecodeBuffers:
             x=new(config.hidden_size),
             x_norm=new(config.hidden_size, dtype=dtype),
             square_sums=new(num_square_sums(config.hidden_size)),
+            raw=new((heads + 2 * kv_heads) * config.head_dim) if config.qk_norm else None,
             q=new(heads, config.head_dim, dtype=dtype),
             attn_out=new(heads, config.head_dim, dtype=dtype),
             lse=new(heads),
@@ -157,8 +160,9 @@ class Decoder:
         buffers = self.buffers
         embed_norm(
             buffers.token_ids, buffers.seq_lens, self.weights.embedding, self.weights.layers[0].input_norm,
-            self.inv_freq, buffers.x, buffers.x_norm, buffers.square_sums, buffers.rope,
+            self.inv_freq, buffers.x, buffers.x_norm, buffers.square_sums, buffers.rope, self.config.rope_factor,
         )  # fmt: skip
+        self.cache.begin_step()
 
     def run_layers(self, operation: OperationHook) -> None:
         """Launch all layers, each operation inside the hook. Call it between `embed` and `logits`."""
@@ -175,22 +179,33 @@ class Decoder:
         return LaunchContext(self.exchange, self.all_reduce)
 
     def pre_attention(self, layer: int, branch: LaunchContext | None = None) -> None:
-        """Launch QKV, RoPE and append. The all-reduce before them is part of `post_attention` here."""
-        buffers, branch = self.buffers, branch or self._branch(layer)
+        """Launch QKV, RoPE and append; with norms of heads, these are a second launch.
+
+        The all-reduce before them is part of `post_attention` here.
+        """
+        buffers, weights, branch = self.buffers, self.weights.layers[layer], branch or self._branch(layer)
         k, v, _ = self.cache.newest(layer)
+        eps, gate, quantised = self.config.rms_norm_eps, branch.pre_attention_gate, self.cache.quantised(layer)
+        is_ring, epoch = self.cache.is_ring(layer), branch.exchange.epoch
         qkv_rope_append(
-            buffers.x_norm, buffers.square_sums, self.weights.layers[layer].qkv, buffers.rope, buffers.seq_lens,
-            buffers.q, k, v, self.config.rms_norm_eps, branch.pre_attention_gate, self.cache.quantised(layer),
-            branch.inbox, branch.exchange.epoch,
+            buffers.x_norm, buffers.square_sums, weights.qkv, buffers.rope, buffers.seq_lens, buffers.q, k, v, eps,
+            gate, quantised, branch.inbox, epoch, is_ring, weights.qkv_bias, buffers.raw,
         )  # fmt: skip
+        if weights.q_norm is not None and weights.k_norm is not None:
+            assert buffers.raw is not None
+            norm_rope_append(
+                buffers.raw, weights.q_norm, weights.k_norm, buffers.rope, buffers.seq_lens, buffers.q, k, v,
+                self.config.hidden_size, eps, gate, quantised, branch.inbox, epoch, is_ring,
+            )  # fmt: skip
 
     def attention(self, layer: int) -> None:
         """Attention over the cache."""
         buffers, cache = self.buffers, self.cache
-        # The projection before it writes only q and the newest token, so the kernel may prefetch the rest.
+        # The projection before it writes only q and the newest token, so the kernel may prefetch the rest. It knows
+        # where the newest token is, except in a ring.
         attend(
-            buffers.q, cache.layers[layer], buffers.seq_lens, cache.sm_scale, cache.workspace(layer), buffers.attn_out,
-            buffers.lse, prefetch_before_wait=True,
+            buffers.q, cache.layers[layer], cache.lengths(layer), cache.sm_scale, cache.workspace(layer),
+            buffers.attn_out, buffers.lse, prefetch_before_wait=not cache.is_ring(layer),
         )  # fmt: skip
 
     def post_attention(self, layer: int, branch: LaunchContext | None = None) -> None:
@@ -198,19 +213,24 @@ class Decoder:
         buffers, weights, branch = self.buffers, self.weights.layers[layer], branch or self._branch(layer)
         o_gate, mlp_gate, next_gate = branch.o_gate, branch.mlp_gate, branch.pre_attention_gate
         post_norm, next_norm = self._gammas[layer]
-        self._row_parallel(2 * layer, buffers.attn_out.flatten(1), weights.o, post_norm, branch, o_gate, mlp_gate, None)
-        gate_up_silu(
-            buffers.x_norm, buffers.square_sums, weights.gate_up, buffers.mlp, self.config.rms_norm_eps, mlp_gate
-        )
         self._row_parallel(
-            2 * layer + 1, buffers.mlp, weights.down, next_norm, branch, mlp_gate, next_gate, branch.next_inbox
+            2 * layer, buffers.attn_out.flatten(1), weights.o, weights.o_bias, post_norm, branch, o_gate, mlp_gate, None
         )
+        gate_up_silu(
+            buffers.x_norm, buffers.square_sums, weights.gate_up, buffers.mlp, self.config.rms_norm_eps, mlp_gate,
+            weights.gate_up_bias,
+        )  # fmt: skip
+        self._row_parallel(
+            2 * layer + 1, buffers.mlp, weights.down, weights.down_bias, next_norm, branch, mlp_gate, next_gate,
+            branch.next_inbox,
+        )  # fmt: skip
 
     def _row_parallel(
         self,
         reduce_index: int,
         act: Tensor,
         weight: Tensor,
+        bias: Tensor | None,
         gamma: Tensor,
         branch: LaunchContext,
         gate: Tensor | None,
@@ -219,7 +239,7 @@ class Decoder:
     ) -> None:
         """Launch a row-parallel product (o or down), its all-reduce, then residual and norm."""
         buffers, exchange, verdict = self.buffers, branch.exchange, branch.verdict
-        push_partial(act, weight, exchange, reduce_index, gate)
+        push_partial(act, weight, exchange, reduce_index, gate, bias)
         if exchange.packets is None:
             branch.all_reduce(exchange.partial)
         timeout_ns = self.first_timeout_ns if reduce_index == 0 else TIMEOUT_NS

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from alspec.config import SamplingConfig, SpeculationConfig
-from alspec.kernels.attention.dispatch import CacheLayer, DecodeAttention
+from alspec.kernels.attention.dispatch import CacheLayer, DecodeAttention, KVLayer
 from alspec.kernels.sampling.adjustment import count_newest, tokens_seen
 from alspec.kernels.sampling.logprobs import Logprobs, logprobs_ref
 from alspec.models.llama import Llama
@@ -229,7 +229,8 @@ class EagerStep:
         self._cache.append(layer, k, v, self._state.seq_lens)
 
     def _layer_cache(self, layer: int) -> tuple[CacheLayer, Tensor]:
-        return self._cache.layer(layer), self._state.seq_lens
+        cache, seq_lens = self._cache.layer(layer), self._state.seq_lens
+        return cache, cache.lengths(seq_lens) if isinstance(cache, KVLayer) else seq_lens
 
     def _full(self, layer: int, x: Tensor, qkv: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         """Append k and v, then full attention, without speculation."""
@@ -286,8 +287,9 @@ class EagerStep:
     def _receive_handover(self, x: Tensor) -> tuple[Tensor, ...]:
         config, tp_size = self._model.config, self._transport.placement.tp_size
         batch = self._cache.batch_size
-        kv_shape = (batch, config.num_kv_heads // tp_size, config.head_dim)
-        shapes = [tuple(x.shape), kv_shape, kv_shape, (batch, config.num_qo_heads // tp_size, config.head_dim)]
+        num_qo_heads, num_kv_heads = config.local_heads(tp_size)
+        kv_shape = (batch, num_kv_heads, config.head_dim)
+        shapes = [tuple(x.shape), kv_shape, kv_shape, (batch, num_qo_heads, config.head_dim)]
         packed = self._transport.receive((sum(map(math.prod, shapes)),)).wait()
         parts = packed.split([math.prod(shape) for shape in shapes])
         return tuple(part.view(shape) for part, shape in zip(parts, shapes, strict=True))

@@ -106,7 +106,7 @@ def choose_mode(requested: str, config: LlamaConfig, world_size: int) -> tuple[s
     """Resolve the mode `auto` and check that the model divides over the ranks.
 
     `auto` is tensor parallelism over all ranks if the model divides by their number, because pairing gains only what
-    tensor parallelism cannot. Otherwise (fewer KV heads than ranks) one half of the ranks pairs with the other.
+    tensor parallelism cannot. Otherwise (as 6 query heads over 4 ranks) one half of the ranks pairs with the other.
 
     Args:
         requested: value of --speculation.

@@ -24,11 +24,10 @@ from alspec.kernels.kv_codec.formats import rotates_values
 from alspec.kernels.kv_codec.turboquant.rotation import rotation
 from alspec.kernels.sampling.adjustment import tokens_seen
 from alspec.kernels.sampling.logprobs import Logprobs
-from alspec.models.checkpoint.source import model_config, model_files, model_path, open_tokenizer
-from alspec.models.generation_config import notice_of_settings
+from alspec.models.checkpoint.source import model_config, model_files, model_path, notices_of_model, open_tokenizer
 from alspec.models.llama import Llama, rotate_values
 from alspec.models.tokenizer.tokenizer import Prompt, Tokenizer, encode_prompts, prompts_of, spelled
-from alspec.runtime.cache.codecs import Cache
+from alspec.runtime.cache.codecs import Cache, check_window
 from alspec.runtime.decode.decode_step import DecodeStep, StepRecord
 from alspec.runtime.decode.eager_step import choose_tokens
 from alspec.runtime.distributed.agreement import Agreement, fingerprint, shared_settings
@@ -85,8 +84,7 @@ class Engine:
         self._choices = choose(config, self.model_config, trace)
         self.mode, self.placement, self.device = self._choices.mode, self._choices.placement, self._choices.device
         self.dtype, self.dtype_name = self._choices.dtype, self._choices.dtype_name
-        ignored = None if self.checkpoint is None else notice_of_settings(model_path(config))
-        self.notices = [*([ignored] if ignored else []), *self._choices.notices]  # choices a user may not expect
+        self.notices = [*notices_of_model(config), *self._choices.notices]  # choices a user may not expect
         self._has_warned = False  # `stream` shows them once; commands print them
         # Engines of one process have keys of their own; ranks create them in the same order.
         job = f"alspec-{next(_JOBS)}"
@@ -159,7 +157,9 @@ class Engine:
     def check_prompts(self, prompts: list[list[int]], max_new_tokens: int) -> int:
         """Return the tokens that the cache must hold for these rows, see `rows_of`; refuse too long prompts."""
         needed = check_prompts(prompts, max_new_tokens, self.config, self.model_config)
-        return self.config.max_context or needed
+        context = self.config.max_context or needed
+        check_window(self.config.kv_cache, self.mode, self.model_config, context)
+        return context
 
     def load(self, batch_size: int, max_context: int) -> None:
         """Take memory: connect the ranks, read this rank's weights, allocate the cache.
@@ -173,6 +173,7 @@ class Engine:
         """
         with self._lock:
             self._refuse_closed()
+            check_window(self.config.kv_cache, self.mode, self.model_config, max_context)
             self._load(batch_size, max_context)
 
     def _load(self, batch_size: int, max_context: int) -> None:
@@ -361,6 +362,8 @@ class Engine:
             needed, batch_size = self.check_prompts(prompts, sampling.max_new_tokens), len(prompts)
             if self.memory is None or self.cache.batch_size != batch_size or self.cache.max_context < needed:
                 self.load(batch_size, needed)
+            if self.model.set_total_length(needed):
+                self._kept.forget()  # its keys have other rotary frequencies
             # A call that was interrupted may have ended at another token on each rank.
             of_ranks = map(json.loads, self.agreement.exchange(json.dumps(self._kept.reusable(prompts))))
             reused = [min(of_request) for of_request in zip(*of_ranks, strict=True)]

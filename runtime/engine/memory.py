@@ -61,10 +61,14 @@ def plan_memory(
     """
     hidden, tp_size = config.hidden_size, shard.tp_size
     start, stop = shard.vocab_range(config.vocab_size)
-    qkv_rows = (config.num_qo_heads + 2 * config.num_kv_heads) * config.head_dim // tp_size
-    attn_width = config.num_qo_heads * config.head_dim // tp_size
+    q_heads, kv_heads = config.local_heads(tp_size)
+    qkv_rows, attn_width = (q_heads + 2 * kv_heads) * config.head_dim, q_heads * config.head_dim
     intermediate = config.intermediate_size // tp_size
     per_layer = hidden * (qkv_rows + attn_width + 3 * intermediate + 2)
+    per_layer += config.qkv_bias * qkv_rows + config.qk_norm * 2 * config.head_dim
+    if shard.tp_rank == 0:  # adds the biases of row-parallel products
+        per_layer += hidden * (config.o_bias + config.mlp_bias)
+    per_layer += config.mlp_bias * 2 * intermediate
     lm_head = 0 if config.tie_word_embeddings else stop - start
     weights = dtype.itemsize * (hidden * (config.vocab_size + lm_head + 1) + config.num_layers * per_layer)
     cache = cache_bytes(kv_cache, config, tp_size, batch_size, max_context, dtype, kv_protect)
@@ -78,9 +82,14 @@ def plan_memory(
         row = max_context * config.num_qo_heads // tp_size
         scores = min(tokens * row, max(SCORES_AT_ONCE["cuda"], QUERIES_AT_ONCE * row))
         attention += SCORE_BYTES * scores + 2 * dtype.itemsize * max_context * attn_width
+    if kv_cache == "bf16" and (window := config.window_below(max_context)):
+        # A copy of the ring and the prompt chunk; then, for each few queries, K and V of each head, and all scores.
+        span = window + QUERIES_AT_ONCE
+        attention += 2 * dtype.itemsize * kv_heads * config.head_dim * (window + tokens)
+        attention += 2 * dtype.itemsize * attn_width * span + SCORE_BYTES * QUERIES_AT_ONCE * span * q_heads
     widest = max(tokens * dtype.itemsize * 4 * intermediate, attention)
     if kv_cache != "bf16":
-        channels = config.num_kv_heads // tp_size * config.head_dim
+        channels = kv_heads * config.head_dim
         prompt = max_context * channels * 2 * (1 + dtype.itemsize) + max(max_context * channels * 8, attention)
         widest = max(widest, prompt, max_context * channels * 8 * batch_size)
     activations = tokens * (4 * 4 * hidden + dtype.itemsize * 2 * qkv_rows) + widest

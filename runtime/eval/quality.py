@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from alspec.errors import UserError
 from alspec.kernels.attention.torch_attention import predictor_attention_all, prefill_attention
 from alspec.models.llama import Llama
 from alspec.runtime.decode.eager_step import gather_logits
@@ -87,6 +88,11 @@ def score_under(
     Returns:
         One score for each entry of `thresholds`.
     """
+    if window := model.config.window_below(len(token_ids)):
+        raise UserError(
+            f"sliding window: texts are scored up to the model's window, {window} tokens, found {len(token_ids)}; use "
+            "shorter texts"
+        )
     at_once = max(1, KEYS_AT_ONCE // (len(token_ids) * model.config.num_kv_heads * model.config.head_dim))
     return [
         score
@@ -116,6 +122,7 @@ def _score(
         return torch.cat([per_token[:prompt_tokens], per_token[prompt_tokens:].repeat(num_texts)])
 
     positions = rows_of(positions)
+    model.set_total_length(len(ids))
     x, partial = model.embed(rows_of(ids)), None
     hits = []
     for layer in range(model.num_layers):

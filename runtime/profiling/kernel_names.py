@@ -30,6 +30,7 @@ _OPERATIONS = {
     "embed_norm": "embed",
     "step_barrier": "embed",
     PRE_ATTENTION: "pre_attention",
+    "norm_rope_append": "pre_attention",
     "update_roles": "handover",
     "unpack_": "handover",
     PACK: "predictor",

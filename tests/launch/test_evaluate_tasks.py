@@ -128,7 +128,7 @@ def test_the_table_averages_over_depths_and_has_the_hit_rate_of_the_longest_text
 
 
 def test_heads_of_two_bits_need_another_head_on_the_rank() -> None:
-    model_config, placement = SimpleNamespace(num_kv_heads=4), SimpleNamespace(tp_size=4)
+    model_config, placement = SimpleNamespace(local_heads=lambda tp_size: (8, 4 // tp_size)), SimpleNamespace(tp_size=4)
     engine: Any = SimpleNamespace(model_config=model_config, placement=placement)
     with pytest.raises(UserError, match="turbo-mixed needs two KV heads on each rank; run fewer ranks"):
         evaluate._evaluate(engine, EvaluateConfig(), [], [CacheSetting(), CacheSetting("turbo-mixed")], "command")

@@ -138,9 +138,12 @@ def test_a_plan_has_the_bytes_and_milliseconds_of_a_rank(capsys: pytest.CaptureF
 
 
 def test_a_plan_lists_caches_that_ranks_can_have(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """turbo-mixed needs two KV heads on each rank, so up to four ranks share eight. Some head sizes have no codec."""
+    """turbo-mixed needs two KV heads on each rank, so up to four ranks share eight. 16 ranks have each of them twice.
+
+    Some head sizes have no codec.
+    """
     flags = ["--random-weights", "llama-3.1-8b", "--max-context", "4k", "--plan", "--kv-cache"]
-    for codec, expected in (("turbo4", {"1", "2", "4", "8"}), ("turbo-mixed", {"1", "2", "4"})):
+    for codec, expected in (("turbo4", {"1", "2", "4", "8", "16"}), ("turbo-mixed", {"1", "2", "4"})):
         assert generate.main([*flags, codec]) == 0
         rows = [line.strip("│| ").replace("│", " ").split() for line in capsys.readouterr().out.splitlines()]
         assert {row[2] for row in rows if row and row[0].isdigit() and row[1] in ("off", "paired")} == expected

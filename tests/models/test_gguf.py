@@ -126,12 +126,46 @@ def test_tokens_equal_transformers(kind: str, tied: bool, tmp_path: Path) -> Non
     assert found == expected[0, ids.shape[1] :].tolist()
 
 
-def test_transformers_reads_the_same_weights(tmp_path: Path) -> None:
+QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+# Family of transformers -> architecture and biases of the file, and settings of transformers.
+FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "Llama": ({}, {}),
+    "Llama with biases": (
+        {"biases": (*QKV, "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")},
+        {"attention_bias": True, "mlp_bias": True},
+    ),
+    "Mistral": ({}, {"sliding_window": None}),
+    "Qwen2": ({"arch": "qwen2", "biases": QKV}, {}),
+    "Qwen3": ({"arch": "qwen3"}, {}),
+}
+
+
+def hf_model(family: str, **settings: Any) -> Any:
+    kind = family.split(" ", maxsplit=1)[0]
+    config = hf_config(**FAMILIES[family][1], **settings).to_dict() | {"model_type": kind.lower()}
+    config.pop("architectures")
+    return getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config").from_dict(config)).eval()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_of_families_equal_transformers(family: str, tmp_path: Path) -> None:
+    weights = write_gguf(tmp_path / "model.gguf", "F32", **FAMILIES[family][0])
+    reference = hf_model(family)
+    reference.load_state_dict(weights)
+    ids = torch.arange(3, 40)[None]
+    expected = reference.generate(ids, max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)
+    with Engine.from_pretrained(tmp_path / "model.gguf", dtype="fp32", transport="gloo") as engine:
+        found = [token.token_id for token in engine.stream(ids[0].tolist(), max_new_tokens=20, ignore_eos=True)]
+    assert found == expected[0, ids.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3"])
+def test_transformers_reads_the_same_weights(family: str, tmp_path: Path) -> None:
     """Rows of q and k in the order of two halves, too."""
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    write_gguf(tmp_path / "model.gguf", "Q4_1")
-    reference = transformers.LlamaForCausalLM(hf_config())
+    write_gguf(tmp_path / "model.gguf", "Q4_1", **FAMILIES[family][0])
+    reference = hf_model(family)
     loaded = load_gguf_checkpoint(str(tmp_path / "model.gguf"), return_tensors=True, model_to_load=reference)
     _, checkpoint = opened(tmp_path / "model.gguf")
     assert set(loaded["tensors"]) == set(checkpoint.entries)
@@ -202,13 +236,22 @@ def test_rope_scaling(tmp_path: Path) -> None:
     assert opened(path)[0].rope_scaling is None
     write_gguf(path, tensors={"rope_freqs.weight": (llama3_factors(8.0, low=2.0), "F32")})
     assert "tensor 'rope_freqs.weight': expected the factors of the llama3 rule" in refused(path)
-    write_gguf(path, metadata={"rope.scaling.type": "yarn"})
-    assert "llama.rope.scaling.type: expected none or linear, found 'yarn'" in refused(path)
+    write_gguf(path, metadata={"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0})
+    found = opened(path)[0]
+    assert found.rope_scaling == RopeScaling(
+        rope_type="yarn", factor=4.0, original_max_position_embeddings=512, attention_factor=0.1 * math.log(4) + 1
+    )
+    assert found.longest_context == 2048
+    write_gguf(path, metadata={"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0,
+                               "rope.scaling.yarn_beta_fast": 8.0})  # fmt: skip
+    assert "llama.rope.scaling.yarn_beta_fast: expected 32, found 8.0" in refused(path)
+    write_gguf(path, metadata={"rope.scaling.type": "longrope"})
+    assert "llama.rope.scaling.type: expected none, linear or yarn, found 'longrope'" in refused(path)
 
 
 BLOCKS = np.zeros((MLP, 84), np.uint8)
 FAULTS: dict[str, tuple[dict[str, Any], str]] = {
-    "architecture": ({"arch": "qwen2"}, "general.architecture: expected 'llama', found 'qwen2'"),
+    "architecture": ({"arch": "phi3"}, "architecture: expected 'llama', 'qwen2', 'qwen3', found 'phi3'"),
     "type": ({"tensors": {"blk.0.ffn_up.weight": (BLOCKS, "Q2_K")}}, "'blk.0.ffn_up.weight': wrong type: expected"),
     "no layers": ({"metadata": {"block_count": None}}, "llama.block_count: expected a positive whole number,"),
     "text for a number": ({"metadata": {"block_count": "2"}}, "found '2'"),
@@ -219,7 +262,11 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "shape": ({"metadata": {"vocab_size": 301}}, "tensor 'token_embd.weight': wrong shape: expected [301, 256]"),
     "bias": (
         {"tensors": {"blk.0.attn_q.bias": (np.zeros(128, np.float32), "F32")}},
-        "tensor 'blk.0.attn_q.bias': left over: expected the 21 tensors of a plain Llama",
+        "tensor 'blk.0.attn_k.bias': missing: expected shape [64], found none",
+    ),
+    "left over": (
+        {"tensors": {"blk.0.attn_q_norm.weight": (np.zeros(32, np.float32), "F32")}},
+        "tensor 'blk.0.attn_q_norm.weight': left over: expected the 21 tensors of the metadata, found 1 more",
     ),
 }  # fmt: skip
 

@@ -35,6 +35,11 @@ PATTERNS = {
     "smollm": [r"\p{N}", GPT_2],
     "llama-bpe": [LLAMA_3],
     "qwen2": [LLAMA_3.replace("{1,3}", "")],
+    "tekken": [
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+        r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+        r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ],
 }
 
 
@@ -139,7 +144,7 @@ def test_byte_level_tokens_follow_the_rules(pre: str, tmp_path: Path) -> None:
         expected: list[str] = []
         for piece in split(plain, PATTERNS[pre]):
             whole = byte_level(piece)
-            is_kept = pre == "llama-bpe" and whole in tokens
+            is_kept = pre in ("llama-bpe", "tekken") and whole in tokens
             expected += [whole] if is_kept else merged(list(whole), lambda *pair: ranks.get(pair))
         ids = tokenizer.encode(text, add_bos=False)
         assert [tokens[token_id] for token_id in ids] == expected, text
@@ -201,7 +206,7 @@ def test_special_tokens_and_the_chat_template(tmp_path: Path) -> None:
 
 FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "model": ({"kind": "rwkv"}, "tokenizer.ggml.model: expected gpt2 or llama, found 'rwkv'"),
-    "pre": ({"pre": "tekken"}, "tokenizer.ggml.pre: expected gpt-2, smollm, llama-bpe, qwen2"),
+    "pre": ({"pre": "falcon"}, "tokenizer.ggml.pre: expected gpt-2, smollm, llama-bpe, qwen2, tekken"),
     "merge": ({"merges": ["a b", "zz qq"]}, "tokenizer.ggml.merges: expected pairs of tokens, found"),
     "merge of three": ({"merges": ["a b c"]}, "tokenizer.ggml.merges: expected pairs of tokens, found 'a b c'"),
     "types": ({"types": [NORMAL]}, "tokenizer.ggml.token_type: expected 4 values, as many as tokens, found 1"),

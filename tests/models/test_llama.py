@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from model_runner import Runner, ThreadTransport, close, load_runner, on_ranks
 from torch import Tensor
 
-from alspec.config import SpeculationConfig
 from alspec.models.checkpoint.checkpoint import Checkpoint
 from alspec.models.llama import Llama, LlamaWeights, Shard, load_weights, random_weights, rotate_values
 from alspec.models.llama_config import LlamaConfig, RopeScaling
 from alspec.runtime.cache.kv_cache import KVCache
-from alspec.runtime.decode.eager_step import DecodeState, EagerStep
 from alspec.runtime.decode.hooks import no_hook
 from alspec.runtime.decode.prefill import prefill
 from alspec.runtime.distributed.placement import Placement
@@ -68,41 +65,6 @@ def save_reference(
         parameter.data = torch.rand_like(parameter) + 0.5 if "norm" in name else torch.randn_like(parameter) * 0.2
     model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
     return transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
-
-
-class Runner:
-    """One rank decoding one request on the CPU: prefill in chunks, then steps of `off`."""
-
-    def __init__(self, config: LlamaConfig, weights: LlamaWeights, transport: Transport) -> None:
-        self.model = Llama(config, weights, transport)
-        self.transport = transport
-        kv_heads = config.num_kv_heads // transport.placement.tp_size
-        self.cache = KVCache(config.num_layers, 1, kv_heads, 200, config.head_dim, torch.float32, CPU)
-        self._program = EagerStep(self.model, self.cache, transport, "off", SpeculationConfig(), no_hook)
-
-    def prefill(self, ids: list[int], chunk_tokens: int) -> Tensor:
-        """[V] logits after the last of `ids`."""
-        return prefill(self.model, self.cache, self.transport, 0, ids, no_hook, chunk_tokens)[0][0]
-
-    def decode(self, token_id: int, seq_len: int) -> Tensor:
-        """[V] logits after one more token, the `seq_len`-th."""
-        return self._program.run(
-            DecodeState(torch.tensor([token_id]), torch.tensor([seq_len], dtype=torch.int32), torch.tensor([True]))
-        ).logits[0]
-
-
-def load_runner(folder: Path) -> Runner:
-    config = LlamaConfig.from_folder(folder)
-    placement = Placement()
-    weights = load_weights(Checkpoint.open(folder, config), config, placement.shard, torch.float32, CPU)
-    return Runner(config, weights, Transport(placement, CPU, "gloo", None))
-
-
-def close(found: Tensor, expected: Tensor) -> None:
-    """Within 1e-4, absolutely and relative to the logits' scale, whichever is stricter."""
-    scale = min(1.0, float(expected.abs().max()))
-    assert scale > 0.1, "logits too small to tell a difference"
-    assert float((found - expected).abs().max()) <= 1e-4 * scale
 
 
 def prompt(vocab_size: int, length: int = 90) -> list[int]:
@@ -213,7 +175,7 @@ def test_bf16_execution_stays_near_fp32(tmp_path: Path) -> None:
 
 
 def every_tensor(weights: LlamaWeights) -> list[Tensor]:
-    layers = [tensor for layer in weights.layers for tensor in vars(layer).values()]
+    layers = [tensor for layer in weights.layers for tensor in layer.tensors.values()]
     return [weights.embedding, *layers, weights.final_norm, weights.lm_head]
 
 
@@ -252,7 +214,9 @@ def test_shards_join_to_the_checkpoint(tp_size: int, max_shard_size: str | int, 
         for layer in layers:
             assert torch.equal(layer.input_norm, stored(prefix + "input_layernorm.weight"))
             assert torch.equal(layer.post_norm, stored(prefix + "post_attention_layernorm.weight"))
-            assert all(tensor.is_contiguous() for tensor in vars(layer).values()), "kernels read rows one after another"
+            assert all(tensor.is_contiguous() for tensor in layer.tensors.values()), (
+                "kernels read rows one after another"
+            )
     assert torch.equal(torch.cat([rank.lm_head for rank in ranks]), stored("lm_head.weight"))
     for rank in ranks:
         assert torch.equal(rank.embedding, stored("model.embed_tokens.weight"))
@@ -277,46 +241,6 @@ def test_empty_vocabulary_shard(tied: bool, tmp_path: Path) -> None:
     assert ranks[3].lm_head.shape == (0, TINY["hidden_size"])
     name = "model.embed_tokens.weight" if tied else "lm_head.weight"
     assert torch.equal(torch.cat([rank.lm_head for rank in ranks]), checkpoint.tensor_slice(name))
-
-
-class ThreadTransport(Transport):
-    """Collectives between threads of one process, summed in rank order."""
-
-    def __init__(self, placement: Placement, slots: list[Tensor], barrier: threading.Barrier) -> None:
-        super().__init__(Placement(), CPU, "gloo", None)
-        self.placement = placement
-        self._slots, self._barrier = slots, barrier
-
-    def all_gather_world(self, tensor: Tensor) -> Tensor:
-        """Every rank's tensor, stacked."""
-        self._slots[self.placement.rank] = tensor
-        self._barrier.wait(timeout=30)
-        gathered = torch.stack(self._slots)
-        self._barrier.wait(timeout=30)
-        return gathered
-
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum of every rank's tensor."""
-        return self.all_gather_world(tensor).sum(0)
-
-
-@contextmanager
-def on_ranks(tp_size: int, work: Callable[[ThreadTransport], Tensor]) -> Iterator[list[Tensor]]:
-    """Run `work` on a thread for each rank; yields what they return, in rank order."""
-    barrier, slots = threading.Barrier(tp_size), [torch.empty(0)] * tp_size
-    results: dict[int, Tensor] = {}
-
-    def run(rank: int) -> None:
-        placement = Placement(rank, tp_size, rank, tp_size)
-        with torch.no_grad():
-            results[rank] = work(ThreadTransport(placement, slots, barrier))
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(tp_size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    yield [results[rank] for rank in range(tp_size)]
 
 
 @pytest.mark.parametrize("tp_size", [2, 4])
@@ -363,7 +287,7 @@ def test_random_weights_of_paired_ranks_are_replicas(tied: bool) -> None:
     config = SHAPE.model_copy(update={"tie_word_embeddings": tied})
     first, paired, neighbour = (random_shard(Shard(t, 2, v, 4), config) for t, v in ((0, 0), (0, 2), (1, 1)))
     for mine, theirs, other in zip(first.layers, paired.layers, neighbour.layers, strict=True):
-        for name, tensor in vars(mine).items():
+        for name, tensor in mine.tensors.items():
             assert torch.equal(tensor, getattr(theirs, name))
             assert "norm" in name or not torch.equal(tensor, getattr(other, name))
     assert torch.equal(first.embedding, neighbour.embedding)

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from alspec.config import EngineConfig
 from alspec.errors import UserError
 from alspec.models.checkpoint.checkpoint import expected_tensors
-from alspec.models.checkpoint.source import model_name
+from alspec.models.checkpoint.source import model_name, notices_of_model
 from alspec.models.demo import DEMO_CHECKPOINT
 from alspec.models.llama_config import RANDOM_SHAPES, LlamaConfig, RopeScaling, rope_inv_freq
 
@@ -176,6 +176,17 @@ def test_expected_tensors_have_the_published_number_of_parameters(name: str, par
         ({"eos_token_id": [7, 5]}, {"eos_token_ids": (5, 7)}),
         ({"eos_token_id": None, "bos_token_id": None}, {"eos_token_ids": (), "bos_token_id": None}),
         ({"quantization_config": None, "mlp_bias": False, "unknown_setting": [1]}, {}),
+        ({"quantization_config": {}}, {}),
+        ({"hidden_act": "swish"}, {}),
+        ({"max_position_embeddings": 512.0}, {"max_position_embeddings": 512}),
+        ({"hidden_size": 2048.0, "num_key_value_heads": 8.0}, {"head_dim": 64, "num_kv_heads": 8}),
+        ({"bos_token_id": [1]}, {"bos_token_id": 1}),
+        ({"architectures": ["LLaMAForCausalLM"]}, {"qkv_bias": False}),
+        ({"architectures": ["LLaMAForCausalLM"], "model_type": None}, {"num_layers": 32}),
+        ({"architectures": None}, {"num_layers": 32}),
+        ({"attention_bias": True}, {"qkv_bias": True, "o_bias": True, "mlp_bias": False}),
+        ({"mlp_bias": True}, {"qkv_bias": False, "o_bias": False, "mlp_bias": True}),
+        ({"sliding_window": 128}, {"sliding_window": None}),
     ],
 )
 def test_every_spelling_is_read(overrides: dict[str, Any], expected: dict[str, Any], tmp_path: Path) -> None:
@@ -211,6 +222,82 @@ def test_eos_is_the_union_of_both_files(
         **{name: content for name, content in others.items() if content is not None},
     )
     assert LlamaConfig.from_folder(tmp_path).eos_token_ids == expected
+
+
+ORDINARY = {
+    "added_tokens": [{"id": 7, "content": "<end>", "special": True}],
+    "model": {"vocab": {"a": 8, "b": 9, "<end>": 7, "c": 11}},
+}
+
+
+@pytest.mark.parametrize(
+    ("own", "advised", "tokenizer", "expected", "left_out"),
+    [
+        (9, [7], ORDINARY, (7,), "9"),
+        ([9, 7, 11], 7, ORDINARY, (7,), "9, 11"),
+        (7, [8], ORDINARY, (7, 8), None),  # a special token
+        (12, [7], ORDINARY, (7, 12), None),  # not in the vocabulary
+        (9, [7], None, (7, 9), None),  # nobody knows what it is
+        (9, None, ORDINARY, (9,), None),
+        (9, [9, 7], ORDINARY, (7, 9), None),
+    ],
+)
+def test_an_ordinary_token_that_only_config_json_names_does_not_end_a_text(
+    own: Any, advised: Any, tokenizer: Any, expected: tuple[int, ...], left_out: str | None, tmp_path: Path
+) -> None:
+    """As in transformers, which generates by generation_config.json; it is said once."""
+    others = {"generation_config": {"eos_token_id": advised}} | ({"tokenizer": tokenizer} if tokenizer else {})
+    write(tmp_path, LLAMA_2_CHAT | {"eos_token_id": own}, **others)
+    assert LlamaConfig.from_folder(tmp_path).eos_token_ids == expected
+    notices = notices_of_model(EngineConfig(model=tmp_path))
+    assert notices == (
+        []
+        if left_out is None
+        else [
+            f"config.json: eos_token_id: not used: {left_out}, ordinary in the vocabulary; generation_config.json "
+            "names other tokens that end a text"
+        ]
+    )
+
+
+def test_a_window_in_a_llama_is_named(tmp_path: Path) -> None:
+    notices = notices_of_model(EngineConfig(model=write(tmp_path, LLAMA_2_CHAT | {"sliding_window": 128})))
+    assert notices == [
+        "config.json: not used: sliding_window 128; Llama attends to all tokens, as in transformers' model"
+    ]
+
+
+MISTRAL = LLAMA_2_CHAT | {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+QWEN = LLAMA_2_CHAT | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+WINDOW = {"use_sliding_window": True, "sliding_window": 64}
+
+
+@pytest.mark.parametrize(
+    ("raw", "expected"),
+    [
+        (MISTRAL, {"sliding_window": 4096, "num_kv_heads": 8, "full_layers": ()}),
+        (MISTRAL | {"sliding_window": None, "num_key_value_heads": None}, {"sliding_window": None, "num_kv_heads": 32}),
+        (QWEN | {"sliding_window": 64}, {"sliding_window": None, "qkv_bias": True, "o_bias": False}),
+        (QWEN | WINDOW, {"sliding_window": 64, "full_layers": tuple(range(28))}),
+        (QWEN | WINDOW | {"max_window_layers": 30}, {"full_layers": tuple(range(30))}),
+        (
+            QWEN | WINDOW | {"layer_types": ["sliding_attention", "full_attention"] * 16},
+            {"sliding_window": 64, "full_layers": tuple(range(1, 32, 2))},
+        ),
+        (QWEN | WINDOW | {"layer_types": ["full_attention"] * 32}, {"sliding_window": None}),
+        (
+            QWEN | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": True},
+            {"head_dim": 128, "qk_norm": True, "qkv_bias": True, "o_bias": True},
+        ),
+        (
+            LLAMA_2_CHAT | {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "partial_rotary_factor": 0.75},
+            {"rotary_dim": 96, "fused_tensors": True, "sliding_window": None},
+        ),
+    ],
+)
+def test_options_of_families(raw: dict[str, Any], expected: dict[str, Any], tmp_path: Path) -> None:
+    config = LlamaConfig.from_folder(write(tmp_path, raw))
+    assert {name: getattr(config, name) for name in expected} == expected
 
 
 @pytest.mark.parametrize(
@@ -261,24 +348,35 @@ def test_a_name_on_a_hub_is_not_a_folder(name: str, tmp_path: Path, monkeypatch:
     [
         ({"architectures": ["MistralForCausalLM"]}, ["architectures", "LlamaForCausalLM", "MistralForCausalLM"]),
         ({"architectures": "LlamaForCausalLM"}, ["architectures"]),
-        ({"model_type": "qwen2"}, ["model_type", "'llama'", "'qwen2'"]),
+        ({"model_type": "qwen2"}, ["architectures: expected Qwen2ForCausalLM (model_type is 'qwen2')", "LlamaFor"]),
+        ({"model_type": "gemma"}, ["model_type: expected 'llama', 'mistral', 'qwen2', 'qwen3', 'phi3'", "'gemma'"]),
+        (
+            {"model_type": None, "architectures": ["GemmaForCausalLM"]},
+            ["architectures", "LlamaForCausalLM, MistralForCausalLM", "found ['GemmaForCausalLM']", "Qwen3, Phi-3"],
+        ),
         ({"model_type": None, "architectures": None}, ["architectures or model_type"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "'silu'", "'gelu'"]),
-        ({"attention_bias": True}, ["attention_bias", "False", "True"]),
-        ({"mlp_bias": True}, ["mlp_bias", "False", "True"]),
+        ({"attention_bias": 1}, ["attention_bias: expected true or false, found 1"]),
+        ({"mlp_bias": "no"}, ["mlp_bias: expected true or false, found 'no'"]),
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "0.5"]),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, ["partial_rotary_factor", "0.5"]),
         ({"rope_scaling": {"partial_rotary_factor": 0.5}, "rope_parameters": {}}, ["partial_rotary_factor", "0.5"]),
         ({"quantization_config": {"quant_method": "gptq"}}, ["quantization_config", "gptq", "unquantised"]),
-        ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, ["rope_type", "linear or llama3", "'yarn'"]),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["rope_type", "'dynamic'"]),
+        ({"rope_scaling": {"type": "axial", "factor": 2.0}}, ["rope_type", "yarn or longrope", "'axial'"]),
+        ({"rope_scaling": {"type": "dynamic"}}, ["rope_scaling.factor", "dynamic scaling needs it"]),
+        ({"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, ["rope_scaling.long_factor", "none"]),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}},
+            ["rope_scaling.short_factor: expected a list of 64 numbers", "[1.0]"],
+        ),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "attention_factor": -1}}, ["attention_factor", "-1"]),
         ({"rope_scaling": {"type": ["linear"], "factor": 2.0}}, ["rope_type", "['linear']"]),
         ({"rope_scaling": "linear"}, ["rope_scaling", "an object", "'linear'"]),
         ({"rope_scaling": {"type": "linear"}}, ["rope_scaling.factor", "none"]),
         ({"rope_scaling": {"type": "linear", "factor": 0.5}}, ["rope_scaling: factor", "0.5"]),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ["rope_scaling.low_freq_factor", "none"]),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, ["rope_parameters.low_freq_factor", "none"]),
-        ({"rope_parameters": {"type": "yarn"}}, ["rope_parameters.rope_type", "'yarn'"]),
+        ({"rope_parameters": {"type": "yarn"}}, ["rope_parameters.factor", "yarn scaling needs it"]),
         ({"rope_parameters": 7, "rope_scaling": {"factor": 2.0}}, ["rope_parameters", "an object", "7"]),
         (
             {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_theta": 5e5}},
@@ -350,7 +448,7 @@ def test_direct_construction_is_checked() -> None:
 
 
 def test_valid_tp_sizes() -> None:
-    assert LlamaConfig.from_shape("llama-3.1-8b").valid_tp_sizes == (1, 2, 4, 8)
+    assert LlamaConfig.from_shape("llama-3.1-8b").valid_tp_sizes == (1, 2, 4, 8, 16, 32)
     smol = {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576, "intermediate_size": 1536}
     config = LlamaConfig.from_shape("llama-3.2-1b").model_copy(
         update={"num_qo_heads": 9, "num_kv_heads": 3, "hidden_size": 576, "intermediate_size": 1536}
@@ -397,6 +495,8 @@ def test_inv_freq_against_transformers(head_dim: int, scaling: dict[str, Any], t
 
 DEFAULT = {"rope_type": "default", "rope_theta": 5e5}
 LINEAR = {"rope_type": "linear", "factor": 3.0}
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 2048}
+SHORT, LONG = [1.0 + 0.1 * i for i in range(64)], [1.0 + i for i in range(64)]
 
 
 @pytest.mark.parametrize(
@@ -414,6 +514,18 @@ LINEAR = {"rope_type": "linear", "factor": 3.0}
         {"rope_parameters": DEFAULT, "rope_scaling": {**LINEAR, "rope_theta": 5e5}},
         {"rope_parameters": DEFAULT, "rope_scaling": {**DEFAULT, **LLAMA_3_SCALING, "rope_type": "llama3"}},
         {"rope_parameters": {**DEFAULT, **LINEAR}, "rope_scaling": DEFAULT},
+        {"rope_scaling": {"type": "yarn", "factor": 4.0}},
+        {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}, "rope_theta": 1e6},
+        {"rope_scaling": {**YARN, "factor": 1.0}},
+        {"rope_scaling": YARN, "original_max_position_embeddings": 512},
+        {"rope_parameters": {**YARN, "rope_theta": 5e5, "mscale": 1.0, "mscale_all_dim": 0.5, "beta_fast": 16}},
+        {"rope_parameters": {**YARN, "rope_theta": 5e5, "attention_factor": 1.5, "truncate": False, "beta_slow": 2.0}},
+        {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+        {"rope_scaling": {"rope_type": "longrope", "short_factor": SHORT, "long_factor": LONG}},
+        {
+            "rope_scaling": {"rope_type": "longrope", "short_factor": SHORT, "long_factor": LONG, "factor": 32.0},
+            "original_max_position_embeddings": 1000,
+        },
         {
             "rope_parameters": {**DEFAULT, **LINEAR},
             "rope_scaling": {"type": "linear", "factor": 2.0, "rope_theta": 5e5},
@@ -426,8 +538,9 @@ def test_rope_settings_against_transformers(settings: dict[str, Any], tmp_path: 
 
     write(tmp_path, {name: value for name, value in LLAMA_2_CHAT.items() if name != "rope_scaling"} | settings)
     oracle = LlamaRotaryEmbedding(Oracle.from_pretrained(tmp_path))
-    ours = LlamaConfig.from_folder(tmp_path).inv_freq()
-    torch.testing.assert_close(ours, oracle.inv_freq, rtol=2e-7, atol=0.0)
+    config = LlamaConfig.from_folder(tmp_path)
+    torch.testing.assert_close(config.inv_freq(), oracle.inv_freq, rtol=2e-7, atol=0.0)
+    assert config.rope_factor == pytest.approx(oracle.attention_scaling, rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -437,6 +550,9 @@ def test_rope_settings_against_transformers(settings: dict[str, Any], tmp_path: 
         ({"type": "linear", "factor": 2.5}, 10240, " times 2.5 (linear RoPE scaling)"),
         ({"type": "linear", "factor": 1.0}, 4096, ""),
         ({"rope_type": "llama3", **LLAMA_3_SCALING}, 4096, ""),
+        ({"type": "dynamic", "factor": 2.0}, 8192, " times 2 (dynamic RoPE scaling)"),
+        ({"type": "yarn", "factor": 4.0}, 16384, " times 4 (yarn RoPE scaling)"),
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}, 4096, ""),
     ],
 )
 def test_longest_context(scaling: dict[str, Any] | None, longest: int, stretched: str, tmp_path: Path) -> None:

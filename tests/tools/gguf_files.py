@@ -19,8 +19,13 @@ _SCALES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 Pairs = dict[str, tuple[str, tuple[int, ...]]]
 
 
-def names_and_shapes(tied: bool) -> Pairs:
-    """Hugging Face name -> name in the file and shape."""
+def names_and_shapes(tied: bool, biases: tuple[str, ...] = (), has_norms: bool = False) -> Pairs:
+    """Hugging Face name without `.weight` -> name in the file and shape.
+
+    Args:
+        biases: projections with biases, by their Hugging Face names, such as `self_attn.q_proj`.
+        has_norms: q and k of each head are normalised.
+    """
     q, kv = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
     pairs: Pairs = {"model.embed_tokens": ("token_embd", (VOCAB, HIDDEN)), "model.norm": ("output_norm", (HIDDEN,))}
     if not tied:
@@ -38,7 +43,18 @@ def names_and_shapes(tied: bool) -> Pairs:
             hf + "mlp.up_proj": (own + "ffn_up", (MLP, HIDDEN)),
             hf + "mlp.down_proj": (own + "ffn_down", (HIDDEN, MLP)),
         }
+        for part in biases:
+            name, shape = pairs[hf + part]
+            pairs[f"{hf}{part}.bias"] = (f"{name}.bias", shape[:1])
+        if has_norms:
+            for part in "qk":
+                pairs[f"{hf}self_attn.{part}_norm"] = (f"{own}attn_{part}_norm", (HEAD_DIM,))
     return pairs
+
+
+def _with_kind(name: str) -> str:
+    """A tensor's name with `.weight`, unless it is a bias."""
+    return name if name.endswith(".bias") else f"{name}.weight"
 
 
 def stored(values: np.ndarray, kind: str, random: np.random.Generator) -> np.ndarray:
@@ -67,15 +83,18 @@ def write_gguf(
     tensors: dict[str, tuple[np.ndarray, str] | None] | None = None,
     parts: int = 0,
     arch: str = "llama",
+    biases: tuple[str, ...] = (),
 ) -> dict[str, torch.Tensor]:
-    """Write a tiny random Llama; returns its weights in fp32 under Hugging Face names.
+    """Write a tiny random model; returns its weights in fp32 under Hugging Face names.
 
     Args:
         kind: type of the matrices whose rows are whole blocks; others are Q8_0, vectors F32.
-        metadata: values under `llama.` that replace the usual ones; None leaves one out.
+        metadata: values under the architecture that replace the usual ones; None leaves one out.
         edit: adds to the file.
         tensors: values and types that replace tensors or are added, by the file's names; None leaves one out.
         parts: tensors of each part, if the file is split.
+        arch: `general.architecture`; `qwen3` has norms of heads, and only `llama` stores q and k interleaved.
+        biases: as `names_and_shapes`.
     """
     random = np.random.default_rng(0)
     writer = gguf.GGUFWriter(path, arch, split_max_tensors=parts)
@@ -94,14 +113,14 @@ def write_gguf(
     }
     for name, value in (usual | (metadata or {})).items():
         if isinstance(value, str):
-            writer.add_string(f"llama.{name}", value)
+            writer.add_string(f"{arch}.{name}", value)
         elif isinstance(value, float):
-            writer.add_float32(f"llama.{name}", value)
+            writer.add_float32(f"{arch}.{name}", value)
         elif value is not None:
-            writer.add_uint32(f"llama.{name}", value)
+            writer.add_uint32(f"{arch}.{name}", value)
     edit(writer)
     weights, replaced = {}, dict(tensors or {})
-    for hf, (own, shape) in names_and_shapes(tied).items():
+    for hf, (own, shape) in names_and_shapes(tied, biases, arch == "qwen3").items():
         values = random.standard_normal(shape, np.float32) * 0.2
         own_kind = kind
         if len(shape) == 1:
@@ -109,11 +128,11 @@ def write_gguf(
         elif shape[-1] % gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][0]:
             own_kind = "Q8_0"
         data, quant = stored(values, own_kind, random), gguf.GGMLQuantizationType[own_kind]
-        weights[f"{hf}.weight"] = torch.from_numpy(np.array(gguf.dequantize(data, quant), np.float32))
-        if "q_proj" in hf or "k_proj" in hf:
+        weights[_with_kind(hf)] = torch.from_numpy(np.array(gguf.dequantize(data, quant), np.float32))
+        if arch == "llama" and ("q_proj" in hf or "k_proj" in hf):
             data = interleaved(data, HEADS if "q_proj" in hf else KV_HEADS)
-        if f"{own}.weight" not in replaced:
-            writer.add_tensor(f"{own}.weight", data, raw_dtype=quant)
+        if _with_kind(own) not in replaced:
+            writer.add_tensor(_with_kind(own), data, raw_dtype=quant)
     for name, replacement in replaced.items():
         if replacement is not None:
             quant = gguf.GGMLQuantizationType[replacement[1]]

@@ -156,7 +156,9 @@ def _cache(config: LlamaConfig, codec: str) -> Cache:
 
 
 def _tensors(cache: Cache) -> dict[str, Tensor]:
-    return cache.layers._asdict() if isinstance(cache.layers, KVLayer) else cache.layers.tensors
+    if isinstance(cache.layers, KVLayer):
+        return {"k": cache.layers.k, "v": cache.layers.v}
+    return cache.layers.tensors
 
 
 CASES = [(codec, threshold) for codec in ("bf16", "turbo-mixed") for threshold in (0.0, 0.35, math.inf)]

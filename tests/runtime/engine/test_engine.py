@@ -324,18 +324,19 @@ def test_token_ids_need_no_tokenizer(tiny_folder: Path, tmp_path: Path) -> None:
         Engine.from_pretrained(folder, transport="gloo")
 
 
-@pytest.mark.parametrize(("mode", "kv_heads"), [("auto", 1), ("auto", 2), ("paired", 1)])
+@pytest.mark.parametrize(("mode", "heads"), [("auto", 5), ("auto", 4), ("paired", 5)])
 def test_a_pair_that_was_not_requested_is_a_notice(
-    mode: str, kv_heads: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    mode: str, heads: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     raw = json.loads((DEMO_CHECKPOINT / "config.json").read_text(encoding="utf-8"))
-    (tmp_path / "config.json").write_text(json.dumps(raw | {"num_key_value_heads": kv_heads}), encoding="utf-8")
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": heads}
+    (tmp_path / "config.json").write_text(json.dumps(raw | sizes), encoding="utf-8")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(engine_module, "connect_store", lambda placement: dist.HashStore())
     engine = Engine.from_pretrained(random_weights=str(tmp_path), transport="gloo", speculation=mode)
-    assert engine.mode == ("off" if (mode, kv_heads) == ("auto", 2) else "paired")
+    assert engine.mode == ("off" if (mode, heads) == ("auto", 4) else "paired")
     line = "a pair, because heads do not divide over 2 ranks; A~ within lambda 0.1 is accepted"
-    assert any(line in notice for notice in engine.notices) == ((mode, kv_heads) == ("auto", 1))
+    assert any(line in notice for notice in engine.notices) == ((mode, heads) == ("auto", 5))
 
 
 def test_a_cache_that_is_loaded_ends_the_generation(engine: Engine) -> None:

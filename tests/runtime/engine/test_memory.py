@@ -46,7 +46,7 @@ MODEL = LlamaConfig(
 
 def num_bytes(weights: LlamaWeights) -> int:
     """Bytes of all tensors; shared memory counts once."""
-    layers = [tensor for layer in weights.layers for tensor in vars(layer).values()]
+    layers = [tensor for layer in weights.layers for tensor in layer.tensors.values()]
     tensors: list[Tensor] = [weights.embedding, *layers, weights.final_norm, weights.lm_head]
     whole = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors if len(tensor)

@@ -50,7 +50,7 @@ def test_step_bytes_are_all_weights_and_the_cache(tp_size: int, tied: bool) -> N
     )
     shard = Shard(tp_size - 1, tp_size, tp_size - 1, tp_size)
     weights = random_weights(config, shard, torch.bfloat16, CPU)
-    read = sum(tensor.nbytes for layer in weights.layers for tensor in vars(layer).values())
+    read = sum(tensor.nbytes for layer in weights.layers for tensor in layer.tensors.values())
     read += weights.final_norm.nbytes + weights.lm_head.nbytes
     cache = 2 * config.num_layers * (config.num_kv_heads // tp_size) * config.head_dim * 2
     assert step_bytes(config, shard, torch.bfloat16, [100, 7]) == read + 107 * cache

@@ -24,14 +24,15 @@ from alspec.kernels.bench import measuring
 from alspec.kernels.kv_codec import codec_kernels
 from alspec.kernels.kv_codec.formats import FORMATS
 from alspec.kernels.kv_codec.quantised_layer import PER_HEAD
-from alspec.kernels.linear import gemv_tile, mma_tile, projections, push
+from alspec.kernels.linear import gemv_tile, head_norm, mma_tile, projections, push
 from alspec.kernels.norm import residual
 from alspec.kernels.prompt import prompt_kernels
 from alspec.kernels.sampling import adjustment, logprobs, next_token, sampler
 from alspec.kernels.speculation import collective_handover, handover, roles
 from alspec.launch.bench import bench_reading
 
-HALF = {"q_ptr", "k_ptr", "v_ptr", "x_ptr", "w_ptr", "gamma_ptr", "table_ptr", "x_norm_ptr"}
+HALF = {"q_ptr", "k_ptr", "v_ptr", "x_ptr", "w_ptr", "gamma_ptr", "table_ptr", "x_norm_ptr", "bias_ptr"}
+HALF |= {"q_norm_ptr", "k_norm_ptr"}
 INTEGER = {"seq_lens_ptr", "epoch_ptr", "fault_ptr", "gate_ptr"}
 INTEGER |= {"priority_ptr", "is_sender_ptr", "is_receiver_ptr", "hits_ptr", "live_ptr", "forced_ptr", "gates_ptr"}
 INTEGER |= {"next_gate_ptr", "records_ptr", "bits_ptr", "tail_ptr", "best_token_ptr", "stamps_ptr"}
@@ -296,7 +297,8 @@ def decode_step(capability: int, tp_size: int, batch_size: int, gate: bool = Fal
     hidden, heads, kv_heads, mlp, vocab = 4096, 32 // tp_size, 8 // tp_size, 14336 // tp_size, 128256
     pdl = {"PDL": capability >= 90}
     squares = {"S": 128, "SP": 128}
-    stream = {"K": hidden, "KP": hidden, "B": batch_size} | gates | squares | pdl
+    plain: dict[str, Any] = {"bias_ptr": None}  # a model without biases
+    stream = {"K": hidden, "KP": hidden, "B": batch_size} | plain | gates | squares | pdl
 
     def tile(num_rows: int, inputs: int, matrices: int) -> tuple[int, dict[str, int]]:
         """Rows of a tile in each of `matrices`; steps and warps of a program."""
@@ -315,14 +317,14 @@ def decode_step(capability: int, tp_size: int, batch_size: int, gate: bool = Fal
         constants = {
             "K": inputs, "KP": triton.next_power_of_2(inputs), "B": batch_size, "ROWS": rows, "MASKED": False,
             "PEERS": tp_size, "SOURCES": tp_size, "PUSH": True,
-        } | how | loops(num_rows // rows, per_sm) | gates | squares | pdl | more  # fmt: skip
+        } | plain | how | loops(num_rows // rows, per_sm) | gates | squares | pdl | more  # fmt: skip
         return project(push._push_partial_kernel, constants)
 
     def qkv(num_heads: int, num_kv_heads: int, head_dim: int, **more: Any) -> Any:
         pairs, how = tile(head_dim // 2, hidden, 2)
         shape = {"HQ": num_heads, "HKV": num_kv_heads, "D": head_dim, "PAIRS": pairs}
         num_tiles = (num_heads + 2 * num_kv_heads) * head_dim // (2 * pairs)
-        constants = stream | inbox | shape | how | loops(num_tiles, per_sm) | more
+        constants = stream | {"raw_ptr": None, "RING": False} | inbox | shape | how | loops(num_tiles, per_sm) | more
         return project(projections._qkv_rope_append_kernel, constants, tail_ptr="*i8")
 
     def reduced(**more: Any) -> Any:
@@ -352,7 +354,7 @@ def decode_step(capability: int, tp_size: int, batch_size: int, gate: bool = Fal
         "reduce_norm, no inbox": reduced(**no_packets),
     }
     if not gate:
-        embedding = {"HIDDEN": hidden, "HALF": 64, "HALF_PAD": 64, "BLOCK": residual.BLOCK} | pdl
+        embedding = {"HIDDEN": hidden, "HALF": 64, "HALF_PAD": 64, "BLOCK": residual.BLOCK, "ROPE_FACTOR": 1.0} | pdl
         over_collectives = {"embed_norm": variant(capability, residual._embed_norm_kernel, 1, embedding, x_ptr="*fp32")}
     return over_collectives | {
         "qkv": qkv(heads, kv_heads, 128, **no_tail),
@@ -370,6 +372,34 @@ def decode_step(capability: int, tp_size: int, batch_size: int, gate: bool = Fal
     }
 
 
+def family_options(capability: int, tp_size: int, batch_size: int, gate: bool) -> dict[str, Variant]:
+    """Kernels of models with biases or norms of heads, for the 8B shape on one rank of `tp_size`."""
+    step = decode_step(capability, tp_size, batch_size, gate)
+    heads, kv_heads = 32 // tp_size, 8 // tp_size
+
+    def changed(name: str, without: tuple[str, ...]) -> Variant:
+        """A kernel of the step with arguments that its variant has as None."""
+        plain = step[name]
+        names = plain.kernel.arg_names
+        constants = {names[at]: value for (at,), value in plain.src.constants.items() if names[at] not in without}
+        types = {"out_ptr": "*bf16"} if name == "gate_up" else {}
+        return variant(capability, plain.kernel, constants["WARPS"], constants, tail_ptr="*i8", **types)
+
+    normed = {"K": 4096, "HQ": heads, "HKV": kv_heads, "D": 128, "HALF_PAD": 64, "RING": False, "PDL": capability >= 90}
+    if not gate:
+        normed |= {"gate_ptr": None, "inbox_ptr": None}
+    no_tail = dict.fromkeys(["tail_ptr", "tail_scale_ptr"])
+    kernel = head_norm._norm_rope_append_kernel
+    return {
+        "qkv, bias": changed("qkv", ("bias_ptr",)),
+        "qkv, raw": changed("qkv", ("raw_ptr",)),
+        "norm_rope_append": variant(capability, kernel, 1, normed | no_tail),
+        "norm_rope_append, quantised": variant(capability, kernel, 1, normed, tail_ptr="*i8"),
+        "gate_up, bias": changed("gate_up", ("bias_ptr",)),
+        "o, bias": changed("o", ("bias_ptr",)),
+    }
+
+
 def long_rows(capability: int) -> dict[str, Any]:
     """Gated projections of one of two ranks of the 70B shape, which read rows in pieces."""
     hidden, heads, kv_heads, mlp = 8192, 32, 4, 14336
@@ -379,8 +409,9 @@ def long_rows(capability: int) -> dict[str, Any]:
     }  # fmt: skip
     pairs, _, _ = mma_tile.tile_of(1, hidden, 2, 64, 2, True)
     rows, steps, warps = mma_tile.tile_of(1, hidden, 2, mlp, 2, True)
-    constants |= {"STEPS": steps, "WARPS": warps}
-    qkv = {"HQ": heads, "HKV": kv_heads, "D": 128, "PAIRS": pairs} | dict.fromkeys(["tail_ptr", "tail_scale_ptr"])
+    constants |= {"STEPS": steps, "WARPS": warps, "bias_ptr": None}
+    qkv = {"HQ": heads, "HKV": kv_heads, "D": 128, "PAIRS": pairs}
+    qkv |= dict.fromkeys(["tail_ptr", "tail_scale_ptr", "raw_ptr"]) | {"RING": False}
     return {
         "qkv, long rows": variant(capability, projections._qkv_rope_append_kernel, warps, constants | qkv),
         "gate_up, long rows": variant(
@@ -524,13 +555,15 @@ def quantised_cache(capability: int) -> dict[str, Any]:
 def between_products(capability: int) -> dict[str, Any]:
     """The kernels between the matrix products of a prompt, for the 8B shape and the partial sums of two ranks."""
     norm = {"PARTS": 2, "HIDDEN": 4096, "BLOCK": 4096}
-    heads = {"HQ": 32, "HKV": 8, "D": 128, "HEADS_PAD": 64, "HALF_PAD": 64}
+    heads = {"HQ": 32, "HKV": 8, "D": 128, "HEADS_PAD": 64, "HALF_PAD": 64, "EPS": 1e-6}
     types = {"x_ptr": "*fp32", "parts_ptr": "*bf16", "weight_ptr": "*bf16", "y_ptr": "*bf16"}
     types |= {"qkv_ptr": "*bf16", "gate_up_ptr": "*bf16"}
+    no_norms = dict.fromkeys(["q_norm_ptr", "k_norm_ptr"])
     silu = {"WIDTH": 14336, "BLOCK": prompt_kernels.SILU_BLOCK}
     return {
         "add_rms_norm": variant(capability, prompt_kernels._add_rms_norm_kernel, 8, norm, **types),
-        "rotate_heads": variant(capability, prompt_kernels._rotate_heads_kernel, 8, heads, **types),
+        "rotate_heads": variant(capability, prompt_kernels._rotate_heads_kernel, 8, heads | no_norms, **types),
+        "rotate_heads, norms": variant(capability, prompt_kernels._rotate_heads_kernel, 8, heads, **types),
         "silu_mul": variant(capability, prompt_kernels._silu_mul_kernel, 4, silu, **types, out_ptr="*bf16"),
     }
 
@@ -563,6 +596,10 @@ def all_variants(capability: int) -> dict[str, Variant]:
         gated = decode_step(capability, tp_size, batch_size, True)
         chosen = gated if tp_size == 2 else GATED
         kernels |= {f"{name}, gated": gated[name] for name in chosen}
+        if tp_size == 2 or (batch_size == 8 and tp_size == 4):
+            for is_gated in (False, True):
+                options = family_options(capability, tp_size, batch_size, is_gated)
+                kernels |= {name + ", gated" * is_gated: kernel for name, kernel in options.items()}
         if (tp_size, batch_size) != (1, 8):
             kernels |= pair(capability, tp_size, batch_size)
         add({f"{name}, tp {tp_size}, batch {batch_size}": kernel for name, kernel in kernels.items()})

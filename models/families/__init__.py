@@ -1,0 +1,1 @@
+"""Model families: a file each, with what sets it apart from Llama."""

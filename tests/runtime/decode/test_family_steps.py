@@ -1,0 +1,112 @@
+"""Fused steps of every family, whose kernels run in the interpreter here, against transformers and the eager step."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jobs
+import pytest
+import torch
+from family_models import CASES, greedy, save_family
+from paths import WORKERS
+from tiers import fast
+
+from alspec.config import SamplingConfig, SpeculationConfig
+from alspec.models.checkpoint.checkpoint import Checkpoint
+from alspec.models.llama import Llama, load_weights
+from alspec.models.llama_config import LlamaConfig
+from alspec.runtime.cache.codecs import new_cache
+from alspec.runtime.decode.eager_step import DecodeState, EagerStep
+from alspec.runtime.decode.hooks import no_hook
+from alspec.runtime.decode.prefill import prefill
+from alspec.runtime.distributed.placement import Placement
+from alspec.runtime.distributed.transport import Transport
+from alspec.runtime.engine.composition import build_captured_step
+
+CPU = torch.device("cpu")
+NEW_TOKENS = 5
+PROMPTS = [torch.randint(151, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (37, 5)]
+FAST_CASES = ["llama-biases", "qwen3", "phi3-partial-long", "qwen2-window"]
+
+
+@pytest.mark.parametrize("case", fast(list(CASES), FAST_CASES))
+def test_tokens_are_those_of_transformers(case: str, tmp_path: Path) -> None:
+    reference = save_family(tmp_path, case)
+    config = LlamaConfig.from_folder(tmp_path)
+    weights = load_weights(Checkpoint.open(tmp_path, config), config, Placement().shard, torch.float32, CPU)
+    transport = Transport(Placement(), CPU, "gloo", None)
+    model = Llama(config, weights, transport)
+    # Frequencies that depend on the length are those of the longest request.
+    prompts = PROMPTS if "long" not in case else PROMPTS[:1]
+    model.set_total_length(max(map(len, prompts)) + NEW_TOKENS)
+    cache = new_cache("bf16", config, 1, len(prompts), 48, torch.float32, CPU)
+    captured = build_captured_step(model, cache, transport, None, False, no_hook)
+    captured.prepare(SamplingConfig())
+    tokens = [
+        [int(prefill(model, cache, transport, index, ids, no_hook)[0].argmax())] for index, ids in enumerate(prompts)
+    ]
+    captured.begin([made[0] for made in tokens], [len(ids) + 1 for ids in prompts])
+    for remaining in range(NEW_TOKENS - 1, 0, -1):
+        record = captured.step(remaining)
+        assert record.fault == 0
+        for made, token in zip(tokens, record.token_ids, strict=True):
+            made.append(token)
+    assert tokens == [greedy(reference, ids, NEW_TOKENS) for ids in prompts]
+
+
+@pytest.mark.parametrize(
+    ("case", "world_size", "num_kv_heads"),
+    fast(
+        [("qwen3-biases", 2, 1), ("llama-biases", 2, 2), ("qwen3-biases", 4, 2), ("qwen3-window", 2, 2)],
+        [("qwen3-biases", 2, 1)],
+    ),
+    ids=str,
+)
+def test_ranks_share_a_fused_step(case: str, world_size: int, num_kv_heads: int, tmp_path: Path) -> None:
+    """Over Gloo, also with more ranks than KV heads. The bias of a row-parallel product is added once."""
+    model = tmp_path / "model"
+    reference = save_family(model, case, num_key_value_heads=num_kv_heads, mlp_bias=case == "llama-biases")
+    (tmp_path / "spec.json").write_text(json.dumps({"model": str(model), "prompts": PROMPTS, "tokens": NEW_TOKENS}))
+    jobs.run_ranks(WORKERS / "fused_worker.py", world_size, tmp_path, timeout_s=300, TRITON_INTERPRET="1")
+    expected = [greedy(reference, ids, NEW_TOKENS) for ids in PROMPTS]
+    for rank in range(world_size):
+        assert json.loads((tmp_path / f"rank{rank}.json").read_text()) == expected
+
+
+@pytest.mark.parametrize("codec", fast(["bf16", "turboquant3"], ["bf16"]))
+def test_a_pair_gives_the_tokens_and_verdicts_of_one_group(codec: str, tmp_path: Path) -> None:
+    """Fused and over collectives; with TurboQuant's values the biases of v are rotated."""
+    model = tmp_path / "model"
+    save_family(model, "qwen3-biases", head_dim=16 if codec == "bf16" else 64, num_hidden_layers=2, scale=0.15)
+    prompt = torch.randint(151, (360,), generator=torch.Generator().manual_seed(2)).tolist()
+    case: dict[str, Any] = {
+        "kv_cache": codec, "prompts": [prompt], "live_steps": [9], "thresholds": [{"value": "0.2", "steps": 3}],
+    }  # fmt: skip
+    (tmp_path / "spec.json").write_text(json.dumps({"model": str(model), "cases": [case]}))
+    jobs.run_ranks(WORKERS / "collective_worker.py", 2, tmp_path, timeout_s=300, TRITON_INTERPRET="1")
+    first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
+    assert first == second
+    expected = simulated(model, codec, prompt, 0.2, 3)
+    assert first[0]["steps"] == expected
+    assert {hit for step in expected for layer in step["hits"] for hit in layer} == {0, 1}
+
+
+def simulated(folder: Path, codec: str, prompt: list[int], threshold: float, steps: int) -> list[dict[str, Any]]:
+    """The reference: eager steps of one process."""
+    config = LlamaConfig.from_folder(folder)
+    weights = load_weights(Checkpoint.open(folder, config), config, Placement().shard, torch.float32, CPU)
+    transport = Transport(Placement(), CPU, "gloo", None)
+    model = Llama(config, weights, transport)
+    cache = new_cache(codec, config, 1, 1, len(prompt) + steps + 1, torch.float32, CPU)
+    speculation = SpeculationConfig(threshold=threshold, chunk_size=128)
+    eager = EagerStep(model, cache, transport, "simulated", speculation, no_hook)
+    token, found = int(prefill(model, cache, transport, 0, prompt, no_hook)[0].argmax()), []
+    for step in range(1, steps + 1):
+        seq_lens = torch.tensor([len(prompt) + step], dtype=torch.int32)
+        result = eager.run(DecodeState(torch.tensor([token]), seq_lens, torch.tensor([True])))
+        assert result.hits is not None
+        token = int(result.logits.argmax())
+        found.append({"tokens": [token], "hits": result.hits.int().tolist(), "fault": 0})
+    return found
