@@ -34,7 +34,7 @@ from alspec.launch.terminal.flags import (
 from alspec.launch.terminal.output import append_rows, exit_code, result_console, write_text, writing
 from alspec.launch.terminal.prompts import read_text_ids
 from alspec.models.checkpoint.source import model_config, model_name
-from alspec.runtime.cache.codecs import check_codec
+from alspec.runtime.cache.codecs import check_codec, fit_heads
 from alspec.runtime.distributed.placement import Placement, choose_device, choose_mode, why_no_peers
 from alspec.runtime.engine.engine import Engine
 from alspec.runtime.faults.guard import guarded
@@ -163,7 +163,7 @@ def _check_modes(config: LatencyConfig) -> None:
             )
         _, num_groups = choose_mode(mode, model, placement.world_size)
         for codec in _codecs(config):
-            check_codec(codec, model, placement.world_size // num_groups)
+            check_codec(codec, fit_heads(codec, model), placement.world_size // num_groups)
     is_forced = any(rate != "real" for rate in config.hit_rates)
     if "paired" in _modes(config) and is_forced and choose_device(config, placement)[0].type != "cuda":
         raise UserError("flags: --hit-rates: forced verdicts need the fused kernels, which run on GPUs")

@@ -96,7 +96,7 @@ class LlamaWeights:
 def load_weights(
     checkpoint: Checkpoint, config: LlamaConfig, shard: Shard, dtype: torch.dtype, device: torch.device
 ) -> LlamaWeights:
-    """Read only this rank's slices from a checkpoint that `Checkpoint.open` has verified."""
+    """Read only this rank's slices of a checkpoint that `Checkpoint.open` has verified; pad heads if `config` does."""
     embedding = checkpoint.tensor_slice("model.embed_tokens.weight").to(device, dtype)
     start, stop = shard.vocab_range(config.vocab_size)
     # The last shards of a small vocabulary can be empty; `tensor_slice` refuses an empty range.
@@ -104,8 +104,8 @@ def load_weights(
         lm_head = embedding[start:stop]
     else:
         lm_head = checkpoint.tensor_slice("lm_head.weight", 0, start, stop).to(device, dtype)
-    reader = _LayerReader(checkpoint, config, shard, dtype, device)
-    layers = tuple(reader.read(layer) for layer in range(config.num_layers))
+    reader = _LayerReader(checkpoint, config.as_stored, shard, dtype, device)
+    layers = tuple(_pad_heads(reader.read(layer), config) for layer in range(config.num_layers))
     final_norm = checkpoint.tensor_slice("model.norm.weight").to(device, dtype)
     return LlamaWeights(embedding, layers, final_norm, lm_head)
 
@@ -206,6 +206,38 @@ def _rotated_pairs(config: LlamaConfig, device: torch.device) -> Tensor | None:
     )
     halves = [torch.cat([pair, rest]) for pair, rest in zip(rotated.chunk(2), kept.chunk(2), strict=True)]
     return torch.cat(halves)
+
+
+def _pad_heads(weights: LayerWeights, config: LlamaConfig) -> LayerWeights:
+    """Pad the heads of a layer by zeros: rows of q, k, v and their biases, columns of o.
+
+    Both halves of q and k are padded, because RoPE rotates pairs of channels of the two halves.
+    """
+    head_dim, padding = config.stored_head_dim, config.head_padding
+    if not padding:
+        return weights
+    num_qo_heads = weights.o.shape[1] // head_dim
+
+    def padded(rows: Tensor) -> Tensor:
+        heads = rows.unflatten(0, (-1, head_dim))
+        num_rotated = (len(heads) + num_qo_heads) // 2  # heads of q and k
+        halves = heads[:num_rotated].unflatten(1, (2, head_dim // 2))
+        rotated = _pad(halves, 2, padding // 2).flatten(1, 2)
+        return torch.cat([rotated, _pad(heads[num_rotated:], 1, padding)]).flatten(0, 1)
+
+    return replace(
+        weights,
+        qkv=padded(weights.qkv),
+        qkv_bias=None if weights.qkv_bias is None else padded(weights.qkv_bias),
+        o=_pad(weights.o.unflatten(1, (-1, head_dim)), 2, padding).flatten(1),
+    )
+
+
+def _pad(x: Tensor, dim: int, size: int) -> Tensor:
+    """Append `size` zeros along a dimension."""
+    shape = list(x.shape)
+    shape[dim] = size
+    return torch.cat([x, x.new_zeros(shape)], dim)
 
 
 def random_weights(config: LlamaConfig, shard: Shard, dtype: torch.dtype, device: torch.device) -> LlamaWeights:
@@ -316,7 +348,7 @@ class Llama:
         self._rope_factors = None
         if config.rope_factor != 1.0:
             self._rope_factors = torch.where(self.inv_freq > 0, config.rope_factor, 1.0)
-        self.sm_scale = config.head_dim**-0.5
+        self.sm_scale = config.sm_scale
 
     @property
     def num_layers(self) -> int:

@@ -52,6 +52,9 @@ class LlamaConfig(Frozen):
     rotary_dim: int | None = Field(
         default=None, gt=0, description="first channels of a head, which RoPE rotates; even; None: all"
     )
+    head_padding: int = Field(
+        default=0, ge=0, description="of head_dim, channels of zeros, half of them behind each half of a head; even"
+    )
     qkv_bias: bool = Field(default=False, description="q, k and v have biases")
     o_bias: bool = Field(default=False, description="the attention output projection has a bias")
     mlp_bias: bool = Field(default=False, description="gate, up and down have biases")
@@ -175,6 +178,37 @@ class LlamaConfig(Frozen):
     def local_heads(self, tp_size: int) -> tuple[int, int]:
         """Query and KV heads of one of `tp_size` ranks."""
         return self.num_qo_heads // tp_size, max(1, self.num_kv_heads // tp_size)
+
+    def with_head_dim(self, head_dim: int) -> Self:
+        """The same model with heads padded to `head_dim` channels by zeros, which change no result.
+
+        RoPE rotates pairs (c, c + head_dim / 2), so each half of a head is padded by itself.
+        """
+        return self.model_copy(
+            update={
+                "head_dim": head_dim,
+                "head_padding": head_dim - self.stored_head_dim,
+                "rotary_dim": self.rotary_dim or self.head_dim,
+            }
+        )
+
+    @property
+    def stored_head_dim(self) -> int:
+        """Channels of a head in the checkpoint, without padding."""
+        return self.head_dim - self.head_padding
+
+    @property
+    def as_stored(self) -> Self:
+        """The same model without padding of heads, as its files hold it."""
+        if not self.head_padding:
+            return self
+        rotary_dim = None if self.rotary_dim == self.stored_head_dim else self.rotary_dim
+        return self.model_copy(update={"head_dim": self.stored_head_dim, "head_padding": 0, "rotary_dim": rotary_dim})
+
+    @property
+    def sm_scale(self) -> float:
+        """Factor of the scores in the softmax."""
+        return float(self.stored_head_dim**-0.5)
 
     def window(self, layer: int) -> int | None:
         """Newest tokens that a token attends to in a layer; None: all."""

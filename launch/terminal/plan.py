@@ -14,7 +14,7 @@ from alspec.latency_model import StepCosts, speculative_step_us, tp_step_us
 from alspec.models.checkpoint.source import model_config
 from alspec.models.llama import Shard
 from alspec.models.llama_config import LlamaConfig
-from alspec.runtime.cache.codecs import bytes_per_token, check_codec, check_window, kept_tokens
+from alspec.runtime.cache.codecs import bytes_per_token, check_codec, check_window, fit_heads, kept_tokens
 from alspec.runtime.engine.memory import DTYPES, GIB, check_max_context, plan_memory
 from alspec.runtime.profiling.stats import step_bytes
 
@@ -94,7 +94,7 @@ def print_plan(config: GenerateConfig) -> None:
             does not have.
     """
     check_softmax(config)
-    model = model_config(config)
+    model = fit_heads(config.kv_cache, model_config(config))
     check_codec(config.kv_cache, model, 1, config.kv_protect)
     check_max_context(config.max_context, model)
     dtype = DTYPES[config.dtype or model.dtype]

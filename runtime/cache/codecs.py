@@ -21,6 +21,7 @@ __all__ = [
     "check_codec",
     "check_head_dim",
     "check_window",
+    "fit_heads",
     "kept_tokens",
     "new_cache",
 ]
@@ -45,9 +46,11 @@ def check_codec(codec: str, config: LlamaConfig, tp_size: int, protect: int = 0)
             f"kv_protect: expected less than half of the model's {config.num_layers} layers, found {protect}; "
             "use --kv-cache bf16 for all layers"
         )
-    if config.head_dim not in HEAD_DIMS:
+    if config.head_dim not in HEAD_DIMS or (config.head_padding and config.qk_norm):
         sizes = " or ".join(map(str, HEAD_DIMS))
-        raise UserError(f"kv_cache: {codec} needs a head_dim of {sizes}, the model has {config.head_dim}; use bf16")
+        needed = f"a head_dim of {sizes}" if config.qk_norm else f"a head_dim of up to {max(HEAD_DIMS)}"
+        normed = ", with norms of heads" if config.qk_norm else ""
+        raise UserError(f"kv_cache: {codec} needs {needed}, the model has {config.stored_head_dim}{normed}; use bf16")
     num_qo_heads, num_kv_heads = config.local_heads(tp_size)
     heads_per_kv = num_qo_heads // num_kv_heads
     if heads_per_kv > MAX_HEADS_PER_KV:
@@ -60,6 +63,17 @@ def check_codec(codec: str, config: LlamaConfig, tp_size: int, protect: int = 0)
             f"kv_cache: turbo-mixed needs two KV heads on a rank, found {num_kv_heads}; "
             "use turbo4 or turbo2, or fewer ranks"
         )
+
+
+def fit_heads(codec: str, config: LlamaConfig) -> LlamaConfig:
+    """Return the model as it runs with a codec: a quantised cache takes heads of `HEAD_DIMS`, shorter ones are padded.
+
+    TurboQuant's rotation of a padded head is that of a longer vector: an orthonormal map for any head_dim.
+    """
+    sizes = [size for size in HEAD_DIMS if size >= config.head_dim]
+    if codec == "bf16" or config.head_dim in HEAD_DIMS or not sizes:
+        return config
+    return config.with_head_dim(sizes[0])
 
 
 def check_head_dim(config: LlamaConfig, device: torch.device) -> None:

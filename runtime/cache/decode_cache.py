@@ -24,13 +24,20 @@ class DecodeCache:
         cache: all layers.
         seq_lens: [B] int32 on the device, including the newest token.
         num_qo_heads: query heads of this rank.
+        sm_scale: factor of the scores.
         dtype: of keys and values before quantisation.
         spare_sms: SMs that attention leaves to other work.
     Capture: all methods are graph-safe and allocate nothing.
     """
 
     def __init__(
-        self, cache: Cache, seq_lens: Tensor, num_qo_heads: int, dtype: torch.dtype, spare_sms: int = 0
+        self,
+        cache: Cache,
+        seq_lens: Tensor,
+        num_qo_heads: int,
+        sm_scale: float,
+        dtype: torch.dtype,
+        spare_sms: int = 0,
     ) -> None:
         self._cache, self.layers = cache, [cache.layer(layer) for layer in range(cache.num_layers)]
         self._seq_lens, device = seq_lens, seq_lens.device
@@ -42,7 +49,7 @@ class DecodeCache:
         rings = [layer.k.shape[2] for layer in self.layers if isinstance(layer, KVLayer) and layer.is_ring]
         self._window = rings[0] if rings else 0  # tokens of every ring
         self._window_lens = torch.ones_like(seq_lens) if rings else seq_lens
-        self.sm_scale = cache.head_dim**-0.5
+        self.sm_scale = sm_scale
         self._workspaces = attend_workspaces(self.layers, num_qo_heads, device, spare_sms)
 
     def workspace(self, layer: int) -> LeanWorkspace:

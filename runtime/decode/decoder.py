@@ -142,7 +142,9 @@ class Decoder:
 
     def __post_init__(self) -> None:
         buffers, layers = self.buffers, self.weights.layers
-        self.cache = DecodeCache(self.kv_cache, buffers.seq_lens, buffers.q.shape[1], buffers.q.dtype, self.spare_sms)
+        self.cache = DecodeCache(
+            self.kv_cache, buffers.seq_lens, buffers.q.shape[1], self.config.sm_scale, buffers.q.dtype, self.spare_sms
+        )
         # The norm after each all-reduce: after attention this layer's second, after the MLP the next layer's first.
         self._gammas = [(layer.post_norm, following.input_norm) for layer, following in pairwise(layers)]
         self._gammas.append((layers[-1].post_norm, self.weights.final_norm))

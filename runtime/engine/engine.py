@@ -27,7 +27,7 @@ from alspec.kernels.sampling.logprobs import Logprobs
 from alspec.models.checkpoint.source import model_config, model_files, model_path, notices_of_model, open_tokenizer
 from alspec.models.llama import Llama, rotate_values
 from alspec.models.tokenizer.tokenizer import Prompt, Tokenizer, encode_prompts, prompts_of, spelled
-from alspec.runtime.cache.codecs import Cache, check_window
+from alspec.runtime.cache.codecs import Cache, check_window, fit_heads
 from alspec.runtime.decode.decode_step import DecodeStep, StepRecord
 from alspec.runtime.decode.eager_step import choose_tokens
 from alspec.runtime.distributed.agreement import Agreement, fingerprint, shared_settings
@@ -78,7 +78,7 @@ class Engine:
     def __init__(self, config: EngineConfig, trace: bool = False) -> None:
         self.config = config
         check_softmax(config)
-        self.model_config = model_config(config)
+        self.model_config = fit_heads(config.kv_cache, model_config(config))
         self.checkpoint, self.tokenizer = open_model(config, self.model_config)
         check_max_context(config.max_context, self.model_config)
         self._choices = choose(config, self.model_config, trace)

@@ -29,7 +29,7 @@ def open_model(config: EngineConfig, model: LlamaConfig) -> tuple[Checkpoint | N
     """
     if config.random_weights is not None:
         return None, None
-    checkpoint = open_checkpoint(config, model)
+    checkpoint = open_checkpoint(config, model.as_stored)
     return checkpoint, open_tokenizer(config, model) if has_tokenizer(config) else None
 
 

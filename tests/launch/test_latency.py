@@ -422,7 +422,6 @@ MISTAKES = [
         ("--codecs", "turbo4,bf16", "--softmax", "sas"),
         "flags: --softmax: sas needs quantised caches; leave bf16 out of --codecs",
     ),
-    (("--codecs", "turbo4"), "kv_cache: turbo4 needs a head_dim of 64 or 128, the model has 8; use bf16"),
     (
         ("--codecs", "bf16,int8"),
         "flags: --codecs: expected bf16, turbo4, turbo2, turbo-mixed, turboquant4, turboquant3, turboquant2, "

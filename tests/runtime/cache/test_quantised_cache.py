@@ -305,7 +305,7 @@ def test_fused_decoding_writes_the_bits_of_the_eager_step(codec: str, device: st
     for cache in (plain, fused):
         cache.write_prefill(0, 0, 0, k, v)
     seq_lens = torch.tensor([127], dtype=torch.int32, device=place)
-    decode = DecodeCache(fused, seq_lens, num_heads, torch.float32)
+    decode = DecodeCache(fused, seq_lens, num_heads, D**-0.5, torch.float32)
     _, (receiver,) = pairs(place, PairShape(1, 1, 1, 16, num_heads, 2, head_dim), 6)
     receiver.is_receiver.fill_(1)
     receiver.own.spec_out.fill_(6 << 32)
@@ -345,7 +345,7 @@ def test_attention_uses_the_softmax_of_the_cache(device: str) -> None:
         outs[softmax] += [attention.predict(newest, layer, seq_lens).clone()]
         outs[softmax] += [attention.verify(newest, layer, seq_lens)[0].clone()]
         out, lse = torch.full_like(newest, torch.nan), torch.empty(1, num_heads, device=place)
-        decode = DecodeCache(cache, seq_lens, num_heads, torch.float32)
+        decode = DecodeCache(cache, seq_lens, num_heads, D**-0.5, torch.float32)
         attend(newest, decode.layers[0], seq_lens, decode.sm_scale, decode.workspace(0), out, lse)
         outs[softmax] += [out]
     most = 2 * (RELATIVE_ERROR + DROPPED_MASS) * float(v.abs().max())
