@@ -237,7 +237,8 @@ def _evaluate(
     with StatusLine(is_first) as status:
         status.show("loading weights")
         engine.load(1, WARM_UP_TOKENS)  # the scoring of texts does not use its cache
-        status.show("answers by full attention")
+        if config.answers:
+            status.show("answers by full attention")
         tasks = [answered(engine, task) if task.measure == ANSWER else task for task in tasks]
         rows = _measure(engine, config, tasks, caches, command, status)
     if is_first:
