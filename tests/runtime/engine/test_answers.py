@@ -79,6 +79,8 @@ def test_several_answers(turbo_folder: Path, kv_cache: str) -> None:
             assert counted.call_count == 2
         assert [each.prompt_ids for each in found] == [prompts[0]] * 3 + [prompts[1]] * 3
         assert len({tuple(each.token_ids) for each in found}) == 6
+    # Another engine: this one would process the prompts in two chunks, because its cache keeps their prefixes.
+    with Engine.from_pretrained(turbo_folder, transport="gloo", dtype="fp32", kv_cache=kv_cache) as engine:
         repeated = answers(engine, [prompts[0]] * 3 + [prompts[1]] * 3, **SAMPLED, **PENALTIES)
         assert [each.token_ids for each in repeated] == [each.token_ids for each in found]
 
