@@ -59,7 +59,7 @@ def compress_tokens(q1: Tensor, bits: int, is_key: bool) -> TokenCodes:
     else:
         y, square = q1.float(), square / head_dim
     # Divide by a tensor: with a Python number, CUDA multiplies by the reciprocal, which gives other bits.
-    unit = torch.full_like(square, UNITS[bits]) / square.sqrt()
+    unit = torch.full_like(square, UNITS[bits]) / _root(square)
     position = y * unit[..., None]
     codes = sum((position > threshold).to(torch.uint8) for threshold in thresholds(bits))
     assert isinstance(codes, Tensor)
@@ -68,7 +68,7 @@ def compress_tokens(q1: Tensor, bits: int, is_key: bool) -> TokenCodes:
     if is_key:
         scale = (2 * (y.long() * doubled).sum(-1)).float() / norm * head_dim**-0.5
     else:
-        scale = 2 * (q1.int().square().sum(-1).float() / norm).sqrt()
+        scale = 2 * _root(q1.int().square().sum(-1).float() / norm)
     factor = scale.amax(-1)
     ratio = scale / factor.clamp(min=SMALLEST)[..., None]
     return TokenCodes(codes, ratio.half(), factor)
@@ -116,6 +116,11 @@ def unpack_tokens_side(words: Tensor, bits: int, head_dim: int, is_v: bool) -> T
     ratio = ratio.contiguous().view(torch.float16).unflatten(-1, (8, 8)).transpose(-1, -2).flatten(-2)
     factor = torch.ones(words.shape[:-1], device=words.device)
     return TokenCodes(unpack_planes(codes, bits, head_dim, is_v), ratio, factor)
+
+
+def _root(x: Tensor) -> Tensor:
+    """Square root of fp32, rounded to nearest on every device; by way of fp64, because MKL's of fp32 is not."""
+    return x.double().sqrt().float()
 
 
 def _doubled_levels(codes: Tensor, bits: int) -> Tensor:
