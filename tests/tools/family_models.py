@@ -24,7 +24,7 @@ TINY: dict[str, Any] = {
     "pad_token_id": None,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 64}
-SHORT, LONG = [1.0, 1.1, 1.2, 1.4, 1.7, 2.0], [1.0, 1.5, 2.5, 4.0, 8.0, 12.0]
+SHORT, LONG = [1.0, 1.1, 1.2, 1.4, 1.7, 2.0, 2.5, 3.0], [1.0, 1.5, 2.5, 4.0, 8.0, 12.0, 16.0, 30.0]  # as needed
 LONGROPE = {"rope_type": "longrope", "rope_theta": 10_000.0, "short_factor": SHORT, "long_factor": LONG}
 # Case -> family of transformers, and fields of its configuration.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -52,8 +52,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3-partial-long": (
         "Phi3",
         {
-            "rope_parameters": LONGROPE
-            | {"short_factor": SHORT[:3], "long_factor": LONG[1:4], "partial_rotary_factor": 0.5},
+            "rope_parameters": LONGROPE | {"partial_rotary_factor": 0.5},
             "original_max_position_embeddings": 32,
         },
     ),
@@ -72,7 +71,13 @@ def save_family(folder: Path, case: str, scale: float = 0.2, **other: Any) -> An
     """
     family, settings = CASES[case]
     kind = getattr(transformers, f"{family}ForCausalLM")
-    config = getattr(transformers, f"{family}Config")(**(TINY | settings | other))
+    settings = TINY | settings | other
+    rope = settings.get("rope_parameters")
+    if rope is not None and "short_factor" in rope:
+        rotated = settings["hidden_size"] // settings["num_attention_heads"] * rope.get("partial_rotary_factor", 1)
+        factors = {name: rope[name][: int(rotated) // 2] for name in ("short_factor", "long_factor")}
+        settings |= {"rope_parameters": rope | factors}
+    config = getattr(transformers, f"{family}Config")(**settings)
     torch.manual_seed(0)
     model: Any = kind(config)
     for name, parameter in model.named_parameters():

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from alspec.kernels.attention.oracles import add_rms_norm_ref, apply_rope_ref, rms_norm_ref, silu_mul_ref
 from alspec.kernels.prompt import prompt_kernels
-from alspec.kernels.prompt.elementwise import add_rms_norm, rms_norm, rope_cos_sin, rotate_heads, silu_mul
+from alspec.kernels.prompt.elementwise import HeadNorms, add_rms_norm, rms_norm, rope_cos_sin, rotate_heads, silu_mul
 
 Check = Callable[[Tensor, Tensor, torch.dtype], None]
 
@@ -173,6 +173,34 @@ def test_rotate_heads_matches_the_oracle(
             assert heads_found.dtype == dtype
             check(heads_found, heads_expected, dtype)
     assert torch.equal(v, qkv[:, -num_kv_heads:])
+
+
+@by_dtype
+@pytest.mark.parametrize("heads", [(1, 1, 2), (5, 2, 20), (32, 8, 128)], ids=str)
+def test_heads_are_normalised_before_the_rotation(
+    heads: tuple[int, int, int], dtype: torch.dtype, device: torch.device, check: Check
+) -> None:
+    """Also with a factor of the rotation, and channels that are not rotated."""
+    num_qo_heads, num_kv_heads, head_dim = heads
+    positions, eps = torch.tensor([0, 3, 999], device=device), 0.01
+    inv_freq = 2.0 ** -torch.arange(head_dim // 2, dtype=torch.float32, device=device)
+    inv_freq[head_dim // 3 :] = 0
+    factors = torch.where(inv_freq > 0, 1.5, 1.0)
+    qkv = draw((3, num_qo_heads + 2 * num_kv_heads, head_dim), 0, device, dtype) * 3
+    norms = HeadNorms(draw((head_dim,), 1, device, dtype), draw((head_dim,), 2, device, dtype), eps)
+    cos, sin = rope_cos_sin(positions, inv_freq, factors)
+    q = torch.full((3, num_qo_heads, head_dim), torch.nan, dtype=dtype, device=device)
+    k = torch.full((3, num_kv_heads, head_dim), torch.nan, dtype=dtype, device=device)
+    prompt_kernels.rotate_heads(qkv, cos, sin, q, k, *norms)
+    *by_torch, v = rotate_heads(qkv, num_kv_heads, cos, sin, norms)
+    parts = qkv.split([num_qo_heads, num_kv_heads, num_kv_heads], dim=1)
+    for index, norm in enumerate(norms[:2]):
+        expected = apply_rope_ref(rms_norm_ref(parts[index], norm, eps), positions, inv_freq)
+        expected = expected * factors.double().repeat(2)
+        for found in ((q, k), by_torch):
+            assert found[index].dtype == dtype
+            check(found[index], expected, dtype)
+    assert torch.equal(v, parts[2])
 
 
 @by_dtype

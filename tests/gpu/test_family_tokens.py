@@ -1,0 +1,89 @@
+"""Captured steps of every family on real GPUs against transformers in fp32 on the CPU; one rank, and two that share."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from family_models import CASES, greedy, save_family
+from gpu_jobs import environment, gpus, needs, torchrun
+from paths import WORKERS
+
+from alspec import Engine
+
+NEW_TOKENS, LEAD = 24, 0.02  # rounding moves no token whose logit leads by more
+
+
+def prompt(length: int) -> list[int]:
+    return torch.randint(1, 151, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+
+
+def clear_tokens(reference: Any, ids: list[int]) -> list[int]:
+    """Greedy tokens of transformers up to the first one that leads by little."""
+    tokens = greedy(reference, ids, NEW_TOKENS)
+    with torch.no_grad():
+        logits = reference(torch.tensor([ids + tokens])).logits[0, len(ids) - 1 : -1]
+    best = logits.topk(2).values
+    unclear = (best[:, 0] - best[:, 1] < LEAD).nonzero().flatten().tolist()
+    return tokens[: unclear[0]] if unclear else tokens
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("case", CASES)
+def test_captured_tokens_are_those_of_transformers(case: str, tmp_path: Path) -> None:
+    reference = save_family(tmp_path, case, hidden_size=64)  # heads of 16 channels: the smallest on a GPU
+    compared = 0
+    with Engine.from_pretrained(tmp_path, dtype="fp32", cuda_graph="on", speculation="off") as engine:
+        # Frequencies that depend on the length: both on the side of the case.
+        for length in (61, 100) if "long" in case else (5, 61, 150):
+            ids = prompt(length)
+            expected = clear_tokens(reference, ids)
+            found = engine.generate(ids, max_new_tokens=NEW_TOKENS, ignore_eos=True)
+            assert not isinstance(found, list)
+            assert found.token_ids[: len(expected)] == expected
+            compared += len(expected)
+        assert engine.uses_graph
+    assert compared > 5
+
+
+# Mode, transport and settings of an engine of two ranks.
+RUNS = {
+    "off symm": {"speculation": {"mode": "off"}, "transport": "symm", "cuda_graph": "on"},
+    "off nccl": {"speculation": {"mode": "off"}, "transport": "nccl", "cuda_graph": "on"},
+    "paired symm": {"speculation": {"mode": "paired"}, "transport": "symm", "cuda_graph": "on"},
+    "paired nccl": {"speculation": {"mode": "paired"}, "transport": "nccl", "cuda_graph": "on"},
+}
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.gpu
+@needs(2)
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("case", ["qwen3-biases", "llama-biases"])
+def test_two_ranks_give_the_tokens_of_transformers(case: str, tmp_path: Path) -> None:
+    """With one KV head, which both ranks of a group have; a pair at lambda 0."""
+    model = tmp_path / "model"
+    reference = save_family(model, case, hidden_size=64, num_key_value_heads=1)
+    batches = [[prompt(61)], [prompt(150)]]
+    runs = [
+        {"name": name, "engine": {"model": str(model), "dtype": "fp32"} | engine, "sampled": False, "long": False,
+         "thresholds": ["0"]}
+        for name, engine in RUNS.items()
+    ]  # fmt: skip
+    cases = {"runs": runs, "batches": batches, "max_new_tokens": NEW_TOKENS}
+    (tmp_path / "cases.json").write_text(json.dumps(cases))
+    visible, files = gpus(0, 2), [str(tmp_path / "cases.json"), str(tmp_path / "found.json")]
+    command = torchrun(2, visible, [str(WORKERS / "gpu_worker.py"), *files])
+    done = subprocess.run(command, env=environment(visible), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads((tmp_path / "found.json").read_text())
+    for rows in found.values():
+        for (ids,), row in zip(batches, rows, strict=True):
+            expected = clear_tokens(reference, ids)
+            assert row["tokens"][0][: len(expected)] == expected
+            assert row["cuda_graph"]
