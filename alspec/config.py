@@ -209,7 +209,12 @@ class SamplingConfig(ChoiceConfig):
         default=None, description="end a request at one of these token ids, such as 2,13; it is not printed"
     )
     ignore_eos: bool = Field(default=False, description="do not stop at the end-of-sequence token")
-    n: Int = Field(default=1, ge=1, description="answers to each prompt; each has random numbers of its own")
+    n: Int = Field(
+        default=1,
+        ge=1,
+        description="answers to each prompt, printed as lines of JSON",
+        json_schema_extra={"flag": "answers"},  # torchrun takes --n for an abbreviation of its own flags
+    )
     logprobs: Int | None = Field(
         default=None,
         ge=0,

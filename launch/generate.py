@@ -111,7 +111,7 @@ def _without_effect(config: GenerateConfig, is_batch: bool, mode: str) -> list[s
         notices.append("--color shades nothing: standard output is no terminal; FORCE_COLOR=1 shades all the same")
     notices += cuts_without_effect(config)
     if config.n > 1 and config.temperature == 0.0:
-        notices.append(f"--n gives the same answer {config.n} times: temperature 0 takes the most likely token")
+        notices.append(f"--answers gives the same answer {config.n} times: temperature 0 takes the most likely token")
     if mode == "off":
         notices += speculation_without_effect(config, "use --speculation simulated, or paired on two ranks")
     return notices

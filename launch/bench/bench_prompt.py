@@ -129,7 +129,7 @@ def _check(engine: Engine) -> None:
     # The embedding needs no conversion: it is read as fp32 anyway.
     exact = replace(
         weights,
-        layers=tuple(LayerWeights(**{name: x.float() for name, x in layer.tensors.items()}) for layer in weights.layers),
+        layers=tuple(LayerWeights(**{key: x.float() for key, x in layer.tensors.items()}) for layer in weights.layers),
         final_norm=weights.final_norm.float(),
         lm_head=weights.lm_head.float(),
     )

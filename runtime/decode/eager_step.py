@@ -85,8 +85,8 @@ def choose_tokens(
     Raises:
         BadNumbersError: logits are NaN or Inf; names rank, layer and step.
     """
-    request, position = (torch.tensor(each, device=logits.device) for each in ([*range(len(seq_lens))], seq_lens))
-    tokens = sample(logits, sampling, request, position, seen)
+    request = torch.arange(len(seq_lens), device=logits.device)
+    tokens = sample(logits, sampling, request, torch.tensor(seq_lens, device=logits.device), seen)
     finite = torch.isfinite(logits).all().to(tokens.dtype)
     *chosen, is_finite = torch.cat([tokens, finite[None]]).tolist()
     if not is_finite:

@@ -488,7 +488,7 @@ def test_every_field_has_a_flag() -> None:
         "seed": "4",
         "stop": "end",
         "stop-ids": "2,13",
-        "n": "3",
+        "answers": "3",
         "logprobs": "5",
         "prompt": "text",
         "json": "out",

@@ -312,8 +312,8 @@ def test_color_is_for_terminals(run: Run, checkpoint: Path, monkeypatch: pytest.
             "--top-k, --top-p and --min-p without effect: temperature 0 takes the most likely token",
             marks=full,
         ),
-        (("--n", 2), "--n gives the same answer 2 times: temperature 0 takes the most likely token"),
-        (("--n", 2, "--min-p", 0.1, "--temperature", 1), ""),
+        (("--answers", 2), "--answers gives the same answer 2 times: temperature 0 takes the most likely token"),
+        (("--answers", 2, "--min-p", 0.1, "--temperature", 1), ""),
         (("--top-p", 0.5, "--temperature", 1), ""),
         (
             ("--threshold", 0.3, "--chunk", 256),

@@ -20,18 +20,18 @@ def test_several_answers_are_lines_of_json(
     """One line for each answer, prompt after prompt; with one answer the lines are as before."""
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "The old"}\n{"prompt": "A road"}\n', encoding="utf-8")
-    lines = [json.loads(line) for line in generate_text("--prompt-file", path, *SAMPLED, "--n", 2).splitlines()]
+    lines = [json.loads(line) for line in generate_text("--prompt-file", path, *SAMPLED, "--answers", 2).splitlines()]
     places = [(line["request"], line["answer"]) for line in lines]
     assert places == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert len({line["text"] for line in lines}) == 4
     assert {tuple(line) for line in lines} == {("request", "answer", "text", "finish_reason")}
-    found = generate_json("--prompt-file", path, *SAMPLED, "--n", 2)["requests"]
+    found = generate_json("--prompt-file", path, *SAMPLED, "--answers", 2)["requests"]
     assert [each["text"] for each in found] == [line["text"] for line in lines]
     assert [each["prompt_ids"] for each in found[::2]] == [each["prompt_ids"] for each in found[1::2]]
     one = [json.loads(line) for line in generate_text("--prompt-file", path, *SAMPLED).splitlines()]
     assert {tuple(line) for line in one} == {("request", "text", "finish_reason")}
     # The answers to a single prompt are printed in the same way.
-    single = generate_text("--prompt", "The old", *SAMPLED, "--n", 2).splitlines()
+    single = generate_text("--prompt", "The old", *SAMPLED, "--answers", 2).splitlines()
     assert [json.loads(line) for line in single] == lines[:2]
 
 

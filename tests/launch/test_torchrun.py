@@ -99,9 +99,19 @@ def test_paired_prints_and_writes_what_simulated_does(
     assert {event["pid"] for event in events} == {0, 1}
 
 
-@pytest.mark.full
-def test_tensor_parallel_prints_what_one_rank_does(checkpoint: Path, generate_text: GenerateText) -> None:
-    flags = (*FLAGS, "--speculation", "off", "--prompt", PROMPT)
+SETTINGS = (
+    *("--answers", 2, "--temperature", 1.2, "--min-p", 0.01, "--repetition-penalty", 1.2, "--frequency-penalty", 0.3),
+    *("--logit-bias", "20=1.5,30=-100", "--stop-ids", "98,99", "--logprobs", 2),
+)
+
+
+@pytest.mark.parametrize(
+    "settings", [pytest.param((), marks=pytest.mark.full), SETTINGS], ids=["greedy", "all settings"]
+)
+def test_tensor_parallel_prints_what_one_rank_does(
+    settings: tuple[object, ...], checkpoint: Path, generate_text: GenerateText
+) -> None:
+    flags = (*FLAGS, "--speculation", "off", "--prompt", PROMPT, *settings)
     done = torchrun(GENERATE, "--model", checkpoint, *flags)
     assert done.returncode == 0, done.stderr
     assert done.stdout == generate_text(*flags)

@@ -125,7 +125,7 @@ def test_lists_in_help_are_written_as_flags(capsys: pytest.CaptureFixture[str]) 
         evaluate.main(["--help"])
     shown = " ".join(capsys.readouterr().out.split())
     assert "--thresholds THRESHOLDS lambda values (default: 0,0.05,0.1,0.15,0.2,0.25,inf)" in shown
-    assert "of the needle prompts (default: 1024,8192)" in shown
+    assert "of the needle prompts; default: those of 1k,8k that the model has positions for" in shown
 
 
 @every_command
