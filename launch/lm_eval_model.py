@@ -50,6 +50,7 @@ PLAIN = CacheSetting()
 MAX_GEN_TOKS = 256  # of tasks that set no limit, as HFLM
 # transformers reads these only where it samples.
 _SAMPLING_ONLY = ("temperature", "top_k", "top_p", "min_p")
+_NO_EFFECT = ("use_cache", "early_stopping", "length_penalty")  # on the tokens of one beam
 _TRANSFORMERS_DEFAULTS = {"top_k": 50}  # of settings that neither the task nor the folder has
 _OWN_FIELDS = ("max_new_tokens", "stop", "n", "logprobs")  # of SamplingConfig, which a task cannot set by these names
 _CHAT_TAG = "\ue000"  # a private character that marks the end of a message that is to be continued
@@ -233,8 +234,8 @@ def sampling_config(
 
 
 def _is_neutral(name: str, value: Any) -> bool:
-    """Whether a setting that is not known has no effect on the tokens."""
-    return name == "use_cache" or (name in NEUTRAL_VALUES and value in (None, NEUTRAL_VALUES[name]))
+    """Whether a setting has no effect on the tokens."""
+    return name in _NO_EFFECT or (name in NEUTRAL_VALUES and value in (None, NEUTRAL_VALUES[name]))
 
 
 def generate_ids(
