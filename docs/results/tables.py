@@ -53,6 +53,7 @@ def main() -> None:
         allreduce(read("allreduce.jsonl", "allreduce_rmsnorm")),
         *(part for gpu in GPUS for part in attention(*gpu)),
         *(prompts(f"Whole prompts{on_gpu}", read(f"prompt{gpu}.jsonl")) for gpu, on_gpu in GPUS),
+        turns(read("second_turn.jsonl")),
         shapes(read("shapes.jsonl")),
         sampled(read("sampling.jsonl")),
         quality(read("quality.jsonl")),
@@ -418,6 +419,24 @@ def prompts(title: str, rows: list[dict[str, Any]]) -> str:
     head = ["shape", "GPUs", "mode", "cache", "tokens", "TTFT, ms", "prompts", "tokens/s", "TFLOP/s", "peak", "of peak"]
     cells = [lines[key] for key in sorted(lines)]
     return "\n\n".join([f"## {title}", text, provenance(*rows), table([*head, "GiB", "GiB planned"], cells)])
+
+
+def turns(rows: list[dict[str, Any]]) -> str:
+    """Second turns of conversations. The last of repeated rows counts."""
+    if not rows:
+        return ""
+    text = (
+        "Time until the host has the first token of a second turn, p50: with what the cache kept of the first prompt"
+        " and its answer, and with all of it processed anew."
+    )
+    lines: dict[tuple[Any, ...], list[str]] = {}
+    for row in rows:
+        case, us, anew = row["case"], row["us"]["p50"], row["anew_us"]["p50"]
+        key = (case["shape"], case["world"], case["mode"], case["kv_cache"], case["context"])
+        cells = [str(row["reused_tokens"]), str(case["new"]), f"{us / 1e3:.1f}", f"{anew / 1e3:.1f}"]
+        lines[key] = [*map(str, key), *cells, f"{anew / us:.0f}x"]
+    head = ["shape", "GPUs", "mode", "cache", "first prompt", "kept", "new", "ms", "anew, ms", "sooner"]
+    return "\n\n".join(["## Second turns", text, provenance(*rows), table(head, [lines[key] for key in sorted(lines)])])
 
 
 def sampled(rows: list[dict[str, Any]]) -> str:
