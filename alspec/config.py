@@ -404,12 +404,13 @@ class DoctorConfig(CommandConfig):
 class BenchConfig(CommandConfig):
     """Settings of `launch/bench_kernels.py`."""
 
-    bench: Literal["allreduce", "decode", "prefill", "prompt", "ready", "shapes", "turbo"] | None = Field(
+    bench: Literal["allreduce", "decode", "prefill", "prompt", "ready", "shapes", "turbo", "turn"] | None = Field(
         default=None, description="run only this benchmark; default: decode and ready"
     )
     contexts: Several[Tokens] | None = Field(
         default=None,
-        description="tokens in the cache of decode, ready and turbo (default: 1k to 256k), or in prompts (8k,32k,128k)",
+        description="tokens in the cache of decode, ready and turbo (default: 1k to 256k), or of prompts (8k,32k,128k; "
+        "of turn: 6k)",
     )
     cases: Int | None = Field(
         default=None, ge=1, description="random shapes that --bench shapes measures (default: 70)"

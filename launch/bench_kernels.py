@@ -28,6 +28,7 @@ from alspec.launch.bench.bench_prompt import PROMPT_CONTEXTS, measure_prompts, p
 from alspec.launch.bench.bench_quantised import QuantisedCase, quantised_run
 from alspec.launch.bench.bench_reading import can_read_alone, reading_alone
 from alspec.launch.bench.bench_shapes import NUM_CASES, measure_shapes, shapes_table
+from alspec.launch.bench.bench_turn import TURN_CONTEXTS, measure_turns, turn_table
 from alspec.launch.bench.decode_case import COLD_BYTES, Case, check, flashinfer, lean, sdpa
 from alspec.launch.bench.spec_ready import spec_ready_us
 from alspec.launch.terminal.flags import Parser, check_writable, parse_command
@@ -261,6 +262,19 @@ def bench_prompt(results: Results, contexts: list[int]) -> None:
     results.table = prompt_table(rows)
 
 
+def bench_turn(results: Results, contexts: list[int]) -> None:
+    """Second turns of conversations with the 8B shape, over the caches and modes of `bench_prompt`."""
+    rows: list[dict[str, Any]] = []
+
+    def found(row: dict[str, Any]) -> None:
+        results.write(row, row["case"]["world"])
+        rows.append(row)
+
+    for config in prompt_engines(Placement.from_environment().world_size):
+        measure_turns(config, contexts, found)
+    results.table = turn_table(rows)
+
+
 def bench_shapes(results: Results, _: list[int], num_cases: int, seed: int) -> None:
     """Decode attention on random shapes against SDPA and FlashInfer. They have their own table."""
     rows: list[dict[str, Any]] = []
@@ -281,6 +295,7 @@ BENCHES: dict[str, Callable[..., None]] = {
     "prompt": bench_prompt,
     "shapes": bench_shapes,
     "turbo": bench_quantised_decode,
+    "turn": bench_turn,
 }
 
 
@@ -303,8 +318,8 @@ def _run(config: BenchConfig, command: str) -> int:
         raise UserError("bench_kernels: needs a CUDA GPU, found none")
     check_writable("flags: --rows", config.rows)
     placement = Placement.from_environment()
-    if placement.world_size > 1 and config.bench not in ("allreduce", "prompt"):
-        raise UserError("bench_kernels: torchrun is for --bench allreduce and --bench prompt alone")
+    if placement.world_size > 1 and config.bench not in ("allreduce", "prompt", "turn"):
+        raise UserError("bench_kernels: torchrun is for --bench allreduce, prompt and turn alone")
     if torch.cuda.device_count() < placement.local_world_size:
         found = f"found {torch.cuda.device_count()} for {placement.local_world_size} ranks"
         raise UserError(f"bench_kernels: needs a CUDA GPU for each rank, {found}")
@@ -314,7 +329,7 @@ def _run(config: BenchConfig, command: str) -> int:
     with translate_out_of_memory("--bench shapes needs some 40 GB" if is_drawn else "Lower --contexts"):
         results = Results(config.rows, command)
         for name in [config.bench] if config.bench else ["decode", "ready"]:
-            default = PROMPT_CONTEXTS if name == "prompt" else CONTEXTS
+            default = {"prompt": PROMPT_CONTEXTS, "turn": TURN_CONTEXTS}.get(name, CONTEXTS)
             BENCHES[name](results, list(config.contexts or default), **options)
     results.show()
     return 0

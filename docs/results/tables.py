@@ -55,6 +55,7 @@ def main() -> None:
         allreduce(read("allreduce.jsonl", "allreduce_rmsnorm")),
         *(part for gpu in GPUS for part in attention(*gpu)),
         *(prompts(f"Whole prompts{on_gpu}", read(f"prompt{gpu}.jsonl")) for gpu, on_gpu in GPUS),
+        turns(read("second_turn.jsonl")),
         shapes("Decode attention on random shapes", read("shapes.jsonl"), "shapes.png"),
         shapes("Decode attention on random shapes on H100", read("shapes_h100.jsonl")),
         sampled(read("sampling.jsonl")),
@@ -427,6 +428,24 @@ def prompts(title: str, rows: list[dict[str, Any]]) -> str:
 # Settings of how a token is chosen, with the value that has no effect.
 CHOICES = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 CHOICES |= {"frequency_penalty": 0.0, "presence_penalty": 0.0, "logit_bias": {}}
+
+
+def turns(rows: list[dict[str, Any]]) -> str:
+    """Second turns of conversations. The last of repeated rows counts."""
+    if not rows:
+        return ""
+    text = (
+        "Time until the host has the first token of a second turn, p50: with what the cache kept of the first prompt"
+        " and its answer, and with all of it processed anew."
+    )
+    lines: dict[tuple[Any, ...], list[str]] = {}
+    for row in rows:
+        case, us, anew = row["case"], row["us"]["p50"], row["anew_us"]["p50"]
+        key = (case["shape"], case["world"], case["mode"], case["kv_cache"], case["context"])
+        cells = [str(row["reused_tokens"]), str(case["new"]), f"{us / 1e3:.1f}", f"{anew / 1e3:.1f}"]
+        lines[key] = [*map(str, key), *cells, f"{anew / us:.0f}x"]
+    head = ["shape", "GPUs", "mode", "cache", "first prompt", "kept", "new", "ms", "anew, ms", "sooner"]
+    return "\n\n".join(["## Second turns", text, provenance(*rows), table(head, [lines[key] for key in sorted(lines)])])
 
 
 def sampled(rows: list[dict[str, Any]]) -> str:

@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+from jobs import default_interrupts
 from paired_ranks import pairs
 from tiers import fast
 
@@ -253,7 +254,7 @@ def test_an_interrupted_launch_leaves_nothing_behind(setting: Setting, sampling:
     captured.prepare(sampling)
     before = captured.launched
     captured._graph = Graph(captured)  # type: ignore[assignment]
-    with pytest.raises(KeyboardInterrupt):
+    with default_interrupts(), pytest.raises(KeyboardInterrupt):
         _run(captured, [1, 2], sampling)
     assert captured.launched == before + 3 == int(captured._decoder.exchange.epoch) - 1
     for _ in range(2):
