@@ -40,6 +40,7 @@ __all__ = [
     "generation_defaults",
     "loglikelihood",
     "main",
+    "max_length",
     "model_class",
     "open_engine",
     "sampling_config",
@@ -148,6 +149,11 @@ def open_engine(threshold: float = 0.0, chunk: int = 128, **options: Any) -> Eng
     return engine
 
 
+def max_length(engine: Engine) -> int:
+    """The most tokens that the model reads: `max_context`, else its positions, without what RoPE scaling adds."""
+    return engine.config.max_context or engine.model_config.max_position_embeddings
+
+
 def cache_setting(kv_cache: str, softmax: str) -> CacheSetting:
     """The cache over which likelihoods are computed.
 
@@ -165,15 +171,14 @@ def loglikelihood(
 ) -> tuple[float, bool]:
     """Log-likelihood of `continuation` after `context`, in nats, and whether greedy decoding gives it.
 
-    The model reads at most `engine.max_total_tokens`: a longer context loses its beginning, with a warning. The last
-    token is predicted, not read.
+    A context beyond `max_length` loses its beginning, with a warning. The last token is predicted, not read.
 
     Args:
         context, continuation: token ids, one at least.
     Raises:
         UserError: no ids, or a continuation that is longer than what the model reads.
     """
-    limit, count = engine.max_total_tokens, len(continuation)
+    limit, count = max_length(engine), len(continuation)
     if not context or not continuation:
         raise UserError("lm-eval: expected a context and a continuation that adds tokens, found none")
     if count > limit:
@@ -252,9 +257,10 @@ def generate_ids(
     Raises:
         UserError: `max_new_tokens` leaves no room for a prompt.
     """
-    room = engine.max_total_tokens - sampling.max_new_tokens
+    limit = max_length(engine)
+    room = limit - sampling.max_new_tokens
     if room < 1:
-        raise UserError(f"max_gen_toks: {sampling.max_new_tokens} leaves no room in {engine.max_total_tokens} tokens")
+        raise UserError(f"max_gen_toks: {sampling.max_new_tokens} leaves no room in {limit} tokens")
     if len(prompt_ids) > room:
         _LOG.warning(f"prompt of {len(prompt_ids)} tokens: truncating it to its last {room} tokens")
     ids: list[int] = []
@@ -360,7 +366,7 @@ def model_class() -> Any:
 
         @property
         def max_length(self) -> int:
-            return self.engine.max_total_tokens
+            return max_length(self.engine)
 
         @property
         def max_gen_toks(self) -> int:

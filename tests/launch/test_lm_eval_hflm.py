@@ -226,6 +226,20 @@ def test_answers(
     assert len(set(expected)) > 15
 
 
+def test_scaled_positions(tmp_path: Path, both: Callable[..., tuple[Any, Any]]) -> None:
+    """HFLM reads as many tokens as config.json has positions, also where RoPE scaling allows for more."""
+    scaling = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+    ours, oracle = both(_write(tmp_path, "begins", rope_scaling=scaling))
+    assert ours.engine.max_total_tokens == 2 * POSITIONS
+    assert ours.max_length == oracle.max_length == POSITIONS
+    asked = requests(("the cat sat " * 60, "x"), ("xyz", "qq"))
+    expected = oracle.loglikelihood(asked, disable_tqdm=True)
+    for found, wanted in zip(ours.loglikelihood(asked, disable_tqdm=True), expected, strict=True):
+        assert found[0] == pytest.approx(wanted[0], rel=1e-5)
+    asked = requests(("the cat sat " * 60, {"max_gen_toks": 12}))
+    assert ours.generate_until(asked, disable_tqdm=True) == oracle.generate_until(asked, disable_tqdm=True)
+
+
 def test_settings_of_the_folder_hold(tmp_path: Path, both: Callable[..., tuple[Any, Any]]) -> None:
     folder = _write(tmp_path, "begins")
     path = tmp_path / "generation_config.json"
