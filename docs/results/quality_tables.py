@@ -111,18 +111,20 @@ VARIANTS = {
     "Gaussian QJL": {"qjl": "gaussian"},
     "uniform values": {"value_quantiser": "uniform"},
 }
+OLD_SCALE = "They are of an earlier version, in which the scale of values was that of least squares, too."
+NEW_SCALE = "Rows of the bundled model are older: there the scale of values was that of least squares, too."
 DEFAULT = {"protect": 0, "norm_correction": True, "qjl": "off", "value_quantiser": "codebook"}
 
 
-def turboquant(rows: list[dict[str, Any]]) -> str:
-    """Bits per byte of each codec and of the variants of TurboQuant, one table for each model; the picture."""
+def turboquant(title: str, rows: list[dict[str, Any]], note: str, picture: str = "") -> str:
+    """Bits per byte of each codec and of the variants of TurboQuant, one table for each model; a picture if given."""
     if not rows:
         return ""
     parts = [
-        "## Codecs and variants of TurboQuant",
+        f"## {title}",
         "Bits per byte of books, decoded token by token from the given cache (lambda 0), and its change from the bf16"
         " cache. The other columns change one setting. *Times fewer* bytes than bf16 are those of heads of 64, tail not"
-        " counted. An empty cell does not apply or was not measured.",
+        f" counted. An empty cell does not apply or was not measured. {note}",
     ]
     for model in dict.fromkeys(row["case"]["model"] for row in rows):
         own = [row for row in rows if row["case"]["model"] == model]
@@ -150,7 +152,8 @@ def turboquant(rows: list[dict[str, Any]]) -> str:
             provenance(*own),
             table(["cache", "times fewer", "bits per byte", "change", *VARIANTS], lines),
         ]
-    parts.append("![Change of bits per byte over the bytes of a cached token](quality_bytes.png)")
+    if picture:
+        parts.append(f"![Change of bits per byte over the bytes of a cached token]({picture})")
     return "\n\n".join(parts)
 
 

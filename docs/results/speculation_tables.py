@@ -39,7 +39,7 @@ def speculation() -> str:
     if not texts:
         return ""
     contexts, case = _contexts(texts), rows[0]["case"]
-    samples = max(row["case"]["samples"] for row in rows if row["case"]["context"] == contexts[-1])
+    samples = max(row["case"]["samples"] for line in texts.values() for row in line.values())
     parts = [
         "## SmolLM2 over lambda, S and context",
         f"{case['model']}, reference semantics (`simulated`), {case['dtype']}, books, up to {samples} windows for each"

@@ -8,11 +8,22 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from quality_tables import ablated, codecs, needles, over_contexts, quality, short_quality, turboquant
+from quality_tables import (
+    NEW_SCALE,
+    OLD_SCALE,
+    ablated,
+    codecs,
+    needles,
+    over_contexts,
+    quality,
+    short_quality,
+    turboquant,
+)
 from readme_tables import attention_at_a_glance, speculation_at_a_glance, steps_at_a_glance
 from result_rows import HERE, PARTS, provenance, read, table
 from shape_table import shapes
 from speculation_tables import short_speculation, speculation
+from turn_table import turns
 
 from alspec.config import QUANTISED_CODECS, SpeculationConfig
 from alspec.latency_model import StepCosts, speculative_step_us
@@ -64,7 +75,10 @@ def main() -> None:
         codecs("Demo checkpoint over caches", read("quality_codecs.jsonl")),
         over_contexts(read("quality_codecs.jsonl")),
         needles(read("quality_codecs.jsonl")),
-        turboquant(read("quality_turboquant.jsonl")),
+        turboquant(
+            "Codecs and variants of TurboQuant", read("quality_turboquant.jsonl"), NEW_SCALE, "quality_bytes.png"
+        ),
+        turboquant("QJL in the keys of TurboQuant", read("quality_qjl.jsonl"), OLD_SCALE),
         codecs("Demo checkpoint over caches, in fp32", read("quality_codecs_fp32.jsonl")),
         *(
             part
@@ -428,24 +442,6 @@ def prompts(title: str, rows: list[dict[str, Any]]) -> str:
 # Settings of how a token is chosen, with the value that has no effect.
 CHOICES = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 CHOICES |= {"frequency_penalty": 0.0, "presence_penalty": 0.0, "logit_bias": {}}
-
-
-def turns(rows: list[dict[str, Any]]) -> str:
-    """Second turns of conversations. The last of repeated rows counts."""
-    if not rows:
-        return ""
-    text = (
-        "Time until the host has the first token of a second turn, p50: with what the cache kept of the first prompt"
-        " and its answer, and with all of it processed anew."
-    )
-    lines: dict[tuple[Any, ...], list[str]] = {}
-    for row in rows:
-        case, us, anew = row["case"], row["us"]["p50"], row["anew_us"]["p50"]
-        key = (case["shape"], case["world"], case["mode"], case["kv_cache"], case["context"])
-        cells = [str(row["reused_tokens"]), str(case["new"]), f"{us / 1e3:.1f}", f"{anew / 1e3:.1f}"]
-        lines[key] = [*map(str, key), *cells, f"{anew / us:.0f}x"]
-    head = ["shape", "GPUs", "mode", "cache", "first prompt", "kept", "new", "ms", "anew, ms", "sooner"]
-    return "\n\n".join(["## Second turns", text, provenance(*rows), table(head, [lines[key] for key in sorted(lines)])])
 
 
 def sampled(rows: list[dict[str, Any]]) -> str:
