@@ -420,12 +420,14 @@ def test_plan_needs_no_weights(run: Run, make_checkpoint: Callable[..., Path]) -
     for name in ("ranks", "mode", "T", "weights GiB", "cache GiB", "buffers GiB", "ms/token", "against off"):
         assert name in out
     rows = [line.strip("\u2502| ").replace("\u2502", " ").split()[:3] for line in out.splitlines()]
-    # Two KV heads: at most two ranks share them, so four ranks can only pair.
+    # Four query heads: at most four ranks share them, two of them each KV head; eight ranks can only pair.
     assert [row for row in rows if row and row[0].isdigit() and row[1] in ("off", "paired")] == [
         ["1", "off", "1"],
         ["2", "off", "2"],
         ["2", "paired", "1"],
+        ["4", "off", "4"],
         ["4", "paired", "2"],
+        ["8", "paired", "4"],
     ]
 
 

@@ -13,7 +13,7 @@ import sys
 from typing import Any
 
 import pytest
-from paths import PTX, TOOLS
+from paths import PTX, ROOT, TOOLS
 
 from alspec.kernels.kv_codec.formats import FORMATS
 
@@ -40,7 +40,7 @@ NOT_DEPENDENT = ("pack_residual", "embed_norm")
 def run_python(*arguments: str) -> str:
     """The output of a Python process in which Triton compiles for GPUs."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = f"{PTX}{os.pathsep}{TOOLS}"
+    environment["PYTHONPATH"] = os.pathsep.join(map(str, (PTX, TOOLS, ROOT / "src")))
     done = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
