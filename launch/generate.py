@@ -112,6 +112,8 @@ def _without_effect(config: GenerateConfig, is_batch: bool, mode: str) -> list[s
     notices += cuts_without_effect(config)
     if config.n > 1 and config.temperature == 0.0:
         notices.append(f"--answers gives the same answer {config.n} times: temperature 0 takes the most likely token")
+    if config.logprobs is not None and config.json_file is None:
+        notices.append("--logprobs without effect: they are written to the file of --json")
     if mode == "off":
         notices += speculation_without_effect(config, "use --speculation simulated, or paired on two ranks")
     return notices

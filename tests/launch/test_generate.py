@@ -314,6 +314,7 @@ def test_color_is_for_terminals(run: Run, checkpoint: Path, monkeypatch: pytest.
         ),
         (("--answers", 2), "--answers gives the same answer 2 times: temperature 0 takes the most likely token"),
         (("--answers", 2, "--min-p", 0.1, "--temperature", 1), ""),
+        (("--logprobs", 0), "--logprobs without effect: they are written to the file of --json"),
         (("--top-p", 0.5, "--temperature", 1), ""),
         (
             ("--threshold", 0.3, "--chunk", 256),
