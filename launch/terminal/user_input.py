@@ -131,6 +131,9 @@ class UserInput:
             line = "" if sys.stdin is None else sys.stdin.readline()
         except UnicodeDecodeError:
             raise UserError("standard input is not UTF-8; give UTF-8 text") from None
+        if self._takes_key and CTRL_C.decode() in line:
+            self._press(is_line_empty=line.strip() == CTRL_C.decode())
+            raise KeyboardInterrupt
         if not line:
             raise EOFError
         if self._is_first_line:

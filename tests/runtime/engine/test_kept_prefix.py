@@ -220,3 +220,21 @@ def test_ranks_keep_the_same(
         assert [turn["tokens"]] == oracle.generate([turn["prompt"]], [NEW], threshold).tokens
     kept = 300 if mode == "paired" else 300 + NEW - 1
     assert [turn["reused"] for turn in records[0]] == [0, kept, 0]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_a_step_is_captured_again_behind_the_prefix(tiny_folder: Path, oracle: Oracle, make_prompt: MakePrompt) -> None:
+    """Another way of sampling needs another graph, whose trial steps write to the cache."""
+    engine, ids = Engine.from_pretrained(tiny_folder, dtype="fp32", max_context=700), make_prompt(301, 0)
+    expected = oracle.generate([ids], [NEW], 0.0).tokens
+    assert answers(engine, ids) == expected
+    assert engine.uses_graph
+    for _ in engine.stream(ids, max_new_tokens=2, ignore_eos=True, temperature=1.0, top_k=5):
+        pass
+    assert engine.generation.reused_tokens == [300]
+    assert answers(engine, ids) == expected
+    assert engine.generation.reused_tokens == [300]
+    history = ids + expected[0] + make_prompt(20, 1)
+    assert answers(engine, history) == oracle.generate([history], [NEW], 0.0).tokens
+    assert engine.generation.reused_tokens == [301 + NEW - 1]
