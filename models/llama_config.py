@@ -80,6 +80,11 @@ class LlamaConfig(Frozen):
             raise ValueError(f"head_dim ({self.head_dim}) must be even")
         if self.rotary_dim is not None and (self.rotary_dim % 2 or self.rotary_dim > self.head_dim):
             raise ValueError(f"the rotated channels ({self.rotary_dim}) must be even, up to head_dim ({self.head_dim})")
+        kind = None if self.rope_scaling is None else self.rope_scaling.rope_type
+        if kind == "yarn" and self.rope_theta <= 1:  # its equation divides by log(theta)
+            raise ValueError(f"rope_theta ({self.rope_theta}) must be above 1 with yarn scaling")
+        if kind == "dynamic" and (self.rotary_dim or self.head_dim) <= 2:  # its equation divides by R - 2
+            raise ValueError(f"head_dim ({self.head_dim}) must be above 2 with dynamic scaling")
         for name, ids in (("bos_token_id", (self.bos_token_id or 0,)), ("eos_token_id", self.eos_token_ids)):
             if any(not 0 <= token_id < self.vocab_size for token_id in ids):
                 raise ValueError(f"{name} ({', '.join(map(str, ids))}) must be below vocab_size ({self.vocab_size})")

@@ -213,21 +213,30 @@ def _original_positions(config: ConfigFile, kind: str, settings: dict[str, Any])
 
 def _attention_factor(config: ConfigFile, scaling: RopeScaling, settings: dict[str, Any]) -> float:
     """Factor of cosines and sines: given, or by the rule of the paper."""
-    given = settings.get("attention_factor")
+    if scaling.rope_type not in ("longrope", "yarn"):
+        return 1.0
+    given = _number(config, "attention_factor", settings.get("attention_factor"))
     if given is not None:
-        if type(given) not in (int, float) or not 0 < given < 1e6:
-            raise config.error("attention_factor", "a positive number", given, "correct the file")
-        return float(given)
+        return given
     if scaling.rope_type == "longrope":
-        original = scaling.original_max_position_embeddings
-        factor = settings.get("factor") or config.whole("max_position_embeddings", 2048) / original
+        original, factor = scaling.original_max_position_embeddings, _number(config, "factor", settings.get("factor"))
+        if factor is None:
+            positions = config.whole("max_position_embeddings", 2048)
+            factor = (_number(config, "max_position_embeddings", positions) or 1.0) / original
         return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-    if scaling.rope_type == "yarn":
-        first, second = settings.get("mscale"), settings.get("mscale_all_dim")
-        if first and second:
-            return yarn_attention_factor(scaling.factor, first) / yarn_attention_factor(scaling.factor, second)
-        return yarn_attention_factor(scaling.factor)
-    return 1.0
+    first, second = (_number(config, name, settings.get(name) or None) for name in ("mscale", "mscale_all_dim"))
+    if first and second:
+        return yarn_attention_factor(scaling.factor, first) / yarn_attention_factor(scaling.factor, second)
+    return yarn_attention_factor(scaling.factor)
+
+
+def _number(config: ConfigFile, name: str, value: Any) -> float | None:
+    """A positive number of the RoPE settings, or None if it is not given."""
+    if value is None:
+        return None
+    if type(value) not in (int, float) or not 0 < value < 1e18:
+        raise config.error(name, "a positive number", value, "correct the file")
+    return float(value)
 
 
 def yarn_attention_factor(factor: float, weight: float = 1.0) -> float:

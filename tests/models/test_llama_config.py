@@ -44,6 +44,9 @@ LLAMA_3_SCALING = {
     "original_max_position_embeddings": 8192,
 }
 
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 2048}
+SHORT, LONG = [1.0 + 0.1 * i for i in range(64)], [1.0 + i for i in range(64)]
+
 
 def num_parameters(config: LlamaConfig) -> int:
     """Elements of all tensors that a checkpoint must have."""
@@ -294,6 +297,22 @@ def test_a_name_on_a_hub_is_not_a_folder(name: str, tmp_path: Path, monkeypatch:
             ["rope_scaling.short_factor: expected a list of 64 numbers", "[1.0]"],
         ),
         ({"rope_scaling": {"type": "yarn", "factor": 2.0, "attention_factor": -1}}, ["attention_factor", "-1"]),
+        ({"rope_scaling": {**YARN, "mscale": "1", "mscale_all_dim": 1}}, ["mscale: expected a positive", "'1'"]),
+        ({"rope_scaling": YARN, "rope_theta": 1.0}, ["rope_theta (1.0) must be above 1"]),
+        ({"rope_scaling": {**YARN, "original_max_position_embeddings": "x"}}, ["original_max_position", "'x'"]),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}, "head_dim": 2}, ["head_dim (2) must be above 2"]),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": SHORT, "long_factor": LONG, "factor": [2]}},
+            ["factor: expected a positive number", "[2]"],
+        ),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": SHORT, "long_factor": ["x", *LONG[1:]]}},
+            ["rope_scaling: long_factor"],
+        ),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": SHORT, "long_factor": [0, *LONG[1:]]}},
+            ["rope_scaling: long_factor must hold positive numbers"],
+        ),
         ({"rope_scaling": {"type": ["linear"], "factor": 2.0}}, ["rope_type", "['linear']"]),
         ({"rope_scaling": "linear"}, ["rope_scaling", "an object", "'linear'"]),
         ({"rope_scaling": {"type": "linear"}}, ["rope_scaling.factor", "none"]),
@@ -419,8 +438,6 @@ def test_inv_freq_against_transformers(head_dim: int, scaling: dict[str, Any], t
 
 DEFAULT = {"rope_type": "default", "rope_theta": 5e5}
 LINEAR = {"rope_type": "linear", "factor": 3.0}
-YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 2048}
-SHORT, LONG = [1.0 + 0.1 * i for i in range(64)], [1.0 + i for i in range(64)]
 
 
 @pytest.mark.parametrize(

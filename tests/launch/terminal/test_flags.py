@@ -406,7 +406,7 @@ def test_world_size_that_does_not_divide_the_model(
     monkeypatch.setenv("WORLD_SIZE", "3")
     message = refused("--model", checkpoint, "--prompt", "a", "--speculation", "off")
     assert "3 ranks must divide" in message
-    assert "valid sizes of one group: 1, 2" in message
+    assert "valid sizes of one group: 1, 2, 4" in message
 
 
 @pytest.fixture
