@@ -30,7 +30,7 @@ STEPS = [
     and row["case"]["cuda_graph"]
     and row["case"]["batch"] == 1
     and row["case"]["transport"] in (None, "symm")
-    and row["case"]["shape"] not in ("half", "slice4")  # folders: rows have their names only
+    and row["case"]["shape"] not in ("half", "slice4", "smollm2")  # folders and files: rows have their names only
 ]
 # The commits of the runs that constants come from, and a layer of another shape.
 PARTS = [
