@@ -380,6 +380,10 @@ class EvaluateConfig(CommandConfig, EngineConfig):
         default=("codebook",),
         description="codes of values of turboquant and hybrid; uniform: each token has a scale and a zero",
     )
+    recall_blocks: Several[Annotated[Int, Field(ge=0)]] = Field(
+        default=(0,),
+        description="numbers of blocks of 64 tokens that A~ also reads: the heaviest for earlier tokens; such as 0,16",
+    )
     rows: FilePath | None = Field(default=None, description="append one JSON line for each value to this file")
     plot: FilePath | None = Field(
         default=None,

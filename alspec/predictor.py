@@ -1,16 +1,35 @@
-"""Which tokens the speculative attention `A~` reads: the sink and the recent window."""
+"""Which tokens the speculative attention `A~` reads: the sink, the recent window, and blocks that are recalled.
+
+Attention is steady from token to token: the blocks that were heavy for the last tokens are heavy for this one, too. The
+full attention, which verifies `A~`, reads everything and so knows the *mass* of every block of 64 tokens:
+
+    mass(block) = max over the query heads of a KV head of sum_{t in block} w_t,   w = softmax weights over all tokens
+    M <- 0.8 M + mass                                                           (running mass, after each token)
+
+`A~` of the next token also reads the blocks with the largest M between sink and window. Ours.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-__all__ = ["CHUNK_SIZES", "KV_TILE", "predictor_ranges", "first_lossy_length"]
+__all__ = [
+    "CHUNK_SIZES",
+    "KV_TILE",
+    "RECALL_DECAY",
+    "block_masses",
+    "predictor_ranges",
+    "first_lossy_length",
+    "recalled_blocks",
+]
 
 KV_TILE = 64
 """Tokens; the window starts on a multiple of it."""
 CHUNK_SIZES = (128, 256, 512)
 """Supported values of S, tokens."""
+RECALL_DECAY = 0.8
+"""Factor of the running mass of blocks from one token to the next."""
 
 
 def first_lossy_length(chunk_size: int) -> int:
@@ -47,3 +66,38 @@ def predictor_ranges(seq_lens: Tensor, chunk_size: int) -> tuple[Tensor, Tensor]
     sink_end = seq_lens.clamp(max=chunk_size)
     window_tile = torch.div((seq_lens - chunk_size).clamp(min=0), KV_TILE, rounding_mode="floor")
     return sink_end, torch.maximum(sink_end, window_tile * KV_TILE)
+
+
+def block_masses(weights: Tensor, blocks: Tensor, num_blocks: int) -> Tensor:
+    """Mass of each block for a KV head: the largest sum of softmax weights that one of its query heads has there.
+
+    Args:
+        weights: [..., G, n], of the G query heads of a KV head over n columns.
+        blocks: [n] integers, the block of each column.
+        num_blocks: NB.
+    Returns:
+        [..., NB] in the dtype of `weights`.
+    """
+    # A product, not `index_add`, whose order of additions changes from run to run on a GPU.
+    is_in_block = blocks[:, None] == torch.arange(num_blocks, device=weights.device)
+    return (weights @ is_in_block.to(weights.dtype)).amax(-2)
+
+
+def recalled_blocks(mass: Tensor, sink_end: Tensor, window_start: Tensor, count: int) -> Tensor:
+    """The heaviest `count` blocks of 64 tokens that lie between sink and window; of equal ones the lower.
+
+    Between sink and window there are whole blocks only, because both ends are multiples of 64 there.
+
+    Args:
+        mass: [..., NB], running masses.
+        sink_end, window_start: [...] or shapes that broadcast to it, from `predictor_ranges`.
+        count: most blocks of each row.
+    Returns:
+        [..., NB] bool; fewer than `count` where there are fewer blocks.
+    """
+    first = torch.arange(mass.shape[-1], device=mass.device) * KV_TILE
+    is_between = (first >= sink_end[..., None]) & (first + KV_TILE <= window_start[..., None])
+    is_between = is_between.expand(mass.shape)
+    order = mass.masked_fill(~is_between, -1.0).sort(dim=-1, descending=True, stable=True).indices
+    chosen = torch.zeros_like(is_between).scatter(-1, order[..., :count], True)
+    return chosen & is_between

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from alspec.predictor import predictor_ranges
+from alspec.predictor import KV_TILE, RECALL_DECAY, block_masses, predictor_ranges, recalled_blocks
 from alspec.priority import INITIAL_PRIORITY, Priority, after_handover, after_verdict, sender, skips_compute
 from alspec.verdict import accepts, distance_sums, layer_verdict
 
@@ -47,6 +47,8 @@ class SimulatedStep:
     """Pre- and post-attention operations that each group runs. A receiver also runs those of a rejected layer."""
     priority: Priority
     """Priorities after the last layer: its sender holds `x`."""
+    masses: list[Tensor]
+    """L x [B, Hkv, NB]: running masses of blocks after this token; empty without `recall_blocks`."""
 
 
 def simulate_step(
@@ -62,6 +64,8 @@ def simulate_step(
     sm_scale: float,
     live: Tensor | None = None,
     priority: Priority = INITIAL_PRIORITY,
+    recall_blocks: int = 0,
+    masses: Sequence[Tensor] = (),
 ) -> SimulatedStep:
     """Run one decode step with speculation simulated. Inputs are not modified.
 
@@ -77,6 +81,8 @@ def simulate_step(
         sm_scale: softmax scale, usually `D ** -0.5`.
         live: [B] bool, requests that count in the layer's verdict; all if not given.
         priority: priorities at the start of the step.
+        recall_blocks: blocks of 64 tokens that `A~` of a KV head reads beside sink and window (predictor.py).
+        masses: with `recall_blocks`, L x [B, Hkv, NB], the running masses before this token.
 
     Returns:
         See `SimulatedStep`.
@@ -98,6 +104,7 @@ def simulate_step(
     position = seq_lens.to(torch.int64) - 1
     every_token = [list(range(n)) for n in lengths]
     spec_tokens = _spec_tokens(seq_lens, chunk_size)
+    new_masses: list[Tensor] = []
     new_k, new_v = [layer.clone() for layer in k_cache], [layer.clone() for layer in v_cache]
     hits: list[Tensor] = []
     verdicts: list[Tensor] = []
@@ -107,7 +114,11 @@ def simulate_step(
             keys[request, :, n - 1] = k[request]
             values[request, :, n - 1] = v[request]
         full_out = attend(q, keys, values, every_token, sm_scale)
-        spec_out = attend(q, keys, values, spec_tokens, sm_scale)
+        if recall_blocks:
+            spec_out = _attend_recalling(q, keys, values, seq_lens, masses[layer], recall_blocks, chunk_size, sm_scale)
+            new_masses.append(RECALL_DECAY * masses[layer] + _masses(q, keys, lengths, masses[layer], sm_scale))
+        else:
+            spec_out = attend(q, keys, values, spec_tokens, sm_scale)
         request_accepts = accepts(distance_sums(spec_out, full_out), threshold)
         hits.append(request_accepts & live)
         verdicts.append(layer_verdict(request_accepts, live))
@@ -115,7 +126,7 @@ def simulate_step(
 
     accepted = torch.stack(verdicts)
     senders, gated_ops, priority = replay_priorities([bool(a) for a in accepted], priority)
-    return SimulatedStep(x, new_k, new_v, torch.stack(hits), accepted, senders, gated_ops, priority)
+    return SimulatedStep(x, new_k, new_v, torch.stack(hits), accepted, senders, gated_ops, priority, new_masses)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, tokens: Sequence[Sequence[int]], sm_scale: float) -> Tensor:
@@ -180,3 +191,32 @@ def _spec_tokens(seq_lens: Tensor, chunk_size: int) -> list[list[int]]:
     sink_end, window_start = predictor_ranges(seq_lens, chunk_size)
     ranges = zip(sink_end.tolist(), window_start.tolist(), seq_lens.tolist(), strict=True)
     return [[*range(sink), *range(window, n)] for sink, window, n in ranges]
+
+
+def _attend_recalling(
+    q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, mass: Tensor, count: int, chunk_size: int, sm_scale: float
+) -> Tensor:
+    """`A~` over sink, window and the recalled blocks, which each KV head has of its own."""
+    heads_per_kv = q.shape[1] // k.shape[1]
+    sink_end, window_start = predictor_ranges(seq_lens, chunk_size)
+    chosen = recalled_blocks(mass, sink_end[:, None], window_start[:, None], count)
+    outs = []
+    for head in range(k.shape[1]):
+        tokens = [
+            own
+            + [block * KV_TILE + i for block in chosen[request, head].nonzero().flatten().tolist() for i in range(64)]
+            for request, own in enumerate(_spec_tokens(seq_lens, chunk_size))
+        ]
+        own_heads = slice(head * heads_per_kv, (head + 1) * heads_per_kv)
+        outs.append(attend(q[:, own_heads], k[:, head : head + 1], v[:, head : head + 1], tokens, sm_scale))
+    return torch.cat(outs, dim=1)
+
+
+def _masses(q: Tensor, k: Tensor, lengths: Sequence[int], mass: Tensor, sm_scale: float) -> Tensor:
+    """Masses of this token's full attention, in the shape of `mass`."""
+    found = torch.zeros_like(mass)
+    for request, n in enumerate(lengths):
+        rows = q[request].unflatten(0, (k.shape[1], -1))  # [Hkv, G, D]
+        weights = torch.softmax(sm_scale * (rows @ k[request, :, :n].transpose(1, 2)), dim=-1)
+        found[request] = block_masses(weights, torch.arange(n, device=q.device) // KV_TILE, mass.shape[-1])
+    return found

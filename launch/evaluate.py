@@ -170,10 +170,11 @@ def _caches(config: EvaluateConfig) -> list[CacheSetting]:
         (correction == "on" for correction in config.norm_corrections),
         config.qjl,
         config.value_quantisers,
+        config.recall_blocks,
     )
     default = CacheSetting()
     caches = []
-    for codec, softmax, block, selector, low, protect, correction, sketch, quantiser in settings:
+    for codec, softmax, block, selector, low, protect, correction, sketch, quantiser, recalled in settings:
         is_mixed, is_exact = codec == "turbo-mixed", codec == "bf16"
         has_keys, has_values = has_turboquant_keys(codec), rotates_values(codec)
         has_norm = has_keys or (has_values and quantiser == default.value_quantiser)
@@ -188,6 +189,7 @@ def _caches(config: EvaluateConfig) -> list[CacheSetting]:
                 correction if has_norm else default.norm_correction,
                 sketch if has_keys else default.qjl,
                 quantiser if has_values else default.value_quantiser,
+                recalled,
             )
         )
     return list(dict.fromkeys(caches))

@@ -14,17 +14,25 @@ LAYERS_AT = ("0.05", "0.1", "0.2")  # lambda, of the hit rates of each layer
 Rows = list[dict[str, Any]]
 
 
-def _of(rows: Rows, measure: str) -> dict[tuple[int, str], dict[int, dict[str, Any]]]:
-    """Rows of a measure by S and lambda, then by context. The last of repeated rows counts."""
-    found: dict[tuple[int, str], dict[int, dict[str, Any]]] = {}
+def _of(rows: Rows, measure: str) -> dict[tuple[str, str], dict[int, dict[str, Any]]]:
+    """Rows of a measure by predictor and lambda, then by context. The last of repeated rows counts."""
+    found: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
     for row in rows:
         case = row["case"]
         if case["measure"] == measure and case["codec"] == "bf16" and case["threshold"] != "fixed":
-            found.setdefault((case["chunk_size"], case["threshold"]), {})[case["context"]] = row
-    return dict(sorted(found.items(), key=lambda item: (item[0][0], float(item[0][1]))))
+            blocks = case.get("recall_blocks", 0)
+            name = f"{case['chunk_size']} and {blocks} blocks" if blocks else str(case["chunk_size"])
+            found.setdefault((name, case["threshold"]), {})[case["context"]] = row
+    return dict(sorted(found.items(), key=lambda item: (*_numbers(item[0][0]), float(item[0][1]))))
 
 
-def _contexts(found: dict[tuple[int, str], dict[int, dict[str, Any]]]) -> list[int]:
+def _numbers(predictor: str) -> tuple[int, int]:
+    """S and the number of recalled blocks of a predictor's name."""
+    size, *blocks = (int(word) for word in predictor.split() if word.isdigit())
+    return size, (blocks or [0])[0]
+
+
+def _contexts(found: dict[tuple[str, str], dict[int, dict[str, Any]]]) -> list[int]:
     return sorted({context for line in found.values() for context in line})
 
 
@@ -49,7 +57,7 @@ def speculation() -> str:
             ["S", "lambda", *(f"{name}, {context}" for context in contexts for name in ("bits per byte", "hit rate"))],
             [
                 [
-                    str(chunk),
+                    chunk,
                     lambda_name(threshold),
                     *(
                         cell
@@ -66,7 +74,7 @@ def speculation() -> str:
     return "\n\n".join(parts)
 
 
-def _layers(texts: dict[tuple[int, str], dict[int, dict[str, Any]]], context: int) -> list[str]:
+def _layers(texts: dict[tuple[str, str], dict[int, dict[str, Any]]], context: int) -> list[str]:
     """Hit rate of each layer at the longest context, a column for each S and lambda of `LAYERS_AT`."""
     columns = {
         key: line[context]["hit_rate_per_layer"]
@@ -83,7 +91,7 @@ def _layers(texts: dict[tuple[int, str], dict[int, dict[str, Any]]], context: in
     return [f"Hit rate of each layer on text ({context} tokens):", table(head, lines)]
 
 
-def _answers(answers: dict[tuple[int, str], dict[int, dict[str, Any]]]) -> list[str]:
+def _answers(answers: dict[tuple[str, str], dict[int, dict[str, Any]]]) -> list[str]:
     """Greedy answers against those of full attention."""
     if not answers:
         return []
@@ -91,7 +99,7 @@ def _answers(answers: dict[tuple[int, str], dict[int, dict[str, Any]]]) -> list[
     names = ("tokens equal", "before the first difference", "whole answers", "hit rate")
     lines = [
         [
-            str(chunk),
+            chunk,
             lambda_name(threshold),
             *(cell for context in contexts for cell in _answer_cells(line.get(context))),
         ]
@@ -118,7 +126,7 @@ def _answer_cells(row: dict[str, Any] | None) -> list[str]:
 
 def short_speculation() -> str:
     """For S = 128 and the longest context, a line for each lambda; empty without rows."""
-    rows = [row for row in read(ROWS) if row["case"]["chunk_size"] == 128]
+    rows = [row for row in read(ROWS) if row["case"]["chunk_size"] == 128 and not row["case"].get("recall_blocks")]
     texts, answers = _of(rows, TEXT), _of(rows, ANSWER)
     if not texts:
         return ""

@@ -2,7 +2,8 @@
 
 The verdict at a position depends on its own activations and on the keys and values of the tokens before it. For a given
 text all of them are known, so one pass over all positions, layer by layer, equals `simulated` decoding step by step.
-This holds for a quantised cache too: how a position reads an earlier token depends only on their two positions.
+This holds for a quantised cache too: how a position reads an earlier token depends only on their two positions. Blocks
+that `A~` recalls follow from the full attention of the tokens before.
 """
 
 from __future__ import annotations
@@ -190,7 +191,8 @@ def _attention(
         outs = prefill_attention(q, k, v, sm_scale), predictor_attention_all(q, k, v, chunk_size, sm_scale)
     else:
         cached = cache_text(k, v, prompt_tokens or min(len(q), CALIBRATION_TOKENS), cache, num_texts)
-        outs = teacher_forced_attention(q, *cached, chunk_size, sm_scale, cache)
+        q_before = q_prompt[-1:].repeat(1, num_texts, 1) if prompt_tokens else None
+        outs = teacher_forced_attention(q, *cached, chunk_size, sm_scale, cache, q_before)
         prompt_out = q_prompt.float()
         if prompt_tokens:
             cached = _first_heads(cached[0], num_kv_heads), _first_heads(cached[1], num_kv_heads)

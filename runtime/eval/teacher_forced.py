@@ -35,7 +35,7 @@ from alspec.kernels.kv_codec.quantised_layer import BLOCK
 from alspec.kernels.kv_codec.turboquant.rotation import rotation
 from alspec.kernels.kv_codec.turboquant.token_codes import compress_tokens, dequantize_tokens
 from alspec.kernels.kv_codec.turboquant.variants import codebook_tokens, sketched_keys, uniform_values
-from alspec.predictor import predictor_ranges
+from alspec.predictor import KV_TILE, RECALL_DECAY, block_masses, predictor_ranges, recalled_blocks
 from alspec.runtime.decode.prefill import CHUNK_TOKENS
 from alspec.sas import Softmax, cutoffs, sas_softmax
 
@@ -56,7 +56,7 @@ SOFTMAXES: tuple[str, ...] = get_args(Softmax)
 
 @dataclass(frozen=True)
 class CacheSetting:
-    """How the cache stores keys and values, and which softmax attention uses."""
+    """How the cache stores keys and values, which softmax attention uses, and what `A~` recalls."""
 
     codec: str = "bf16"  # one of `CODECS`; bf16: the weights' dtype; int8: stage 1 of FlashQ only
     softmax: Softmax = "exact"
@@ -67,6 +67,7 @@ class CacheSetting:
     norm_correction: bool = True  # scale of TurboQuant's tokens: that of the cache, else the norm of the token
     qjl: Sketch = "off"  # sketch of the residual of TurboQuant's keys
     value_quantiser: ValueQuantiser = "codebook"  # of TurboQuant's values
+    recall_blocks: int = 0  # blocks of 64 tokens that `A~` of a KV head reads beside sink and window (predictor.py)
 
     @property
     def label(self) -> str:
@@ -81,12 +82,13 @@ class CacheSetting:
         parts += ["plain norm"] if self.norm_correction != default.norm_correction else []
         parts += [f"{self.qjl} QJL"] if self.qjl != default.qjl else []
         parts += [f"{self.value_quantiser} values"] if self.value_quantiser != default.value_quantiser else []
+        parts += [f"{self.recall_blocks} blocks recalled"] if self.recall_blocks else []
         return ", ".join(parts)
 
     def at_layer(self, layer: int, num_layers: int) -> CacheSetting:
         """The setting of one of `num_layers` layers: a protected layer has an exact cache."""
         is_protected = min(layer, num_layers - 1 - layer) < self.protect
-        return CacheSetting() if is_protected else self
+        return CacheSetting(recall_blocks=self.recall_blocks) if is_protected else self
 
 
 def has_turboquant_keys(codec: str) -> bool:
@@ -213,7 +215,13 @@ def prompt_attention(
 
 
 def teacher_forced_attention(
-    q: Tensor, k: CachedTensor, v: CachedTensor, chunk_size: int, sm_scale: float, setting: CacheSetting
+    q: Tensor,
+    k: CachedTensor,
+    v: CachedTensor,
+    chunk_size: int,
+    sm_scale: float,
+    setting: CacheSetting,
+    q_before: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`A` and `A~` of the last m positions, each over the cache as it is when its token is the newest.
 
@@ -224,25 +232,46 @@ def teacher_forced_attention(
         k, v: from `cache_text`, n >= m tokens.
         chunk_size: S.
         sm_scale: factor of the scores.
-        setting: block size and softmax.
+        setting: block size, softmax and recalled blocks.
+        q_before: [1, Hq, D] of the token before these positions, whose attention gives the first masses of blocks that
+            may be recalled; None: there is no such token.
     Returns:
         full_out, spec_out: [m, Hq, D] fp32.
     """
     num_tokens = k.tail.shape[1]
-    rows = max(1, SCORES_AT_ONCE[q.device.type] // (q.shape[1] * num_tokens))
-    starts = range(num_tokens - q.shape[0], num_tokens, rows)
-    parts = [
-        _attend(part, start, k, v, chunk_size, sm_scale, setting)
-        for part, start in zip(q.split(rows), starts, strict=True)
-    ]
-    full_out, spec_out = zip(*parts, strict=True)
-    return torch.cat(full_out), torch.cat(spec_out)
+    # Recalling holds the weights of all columns beside the scores.
+    rows = max(1, SCORES_AT_ONCE[q.device.type] // (q.shape[1] * num_tokens * (2 if setting.recall_blocks else 1)))
+    first = num_tokens - q.shape[0]
+    mass = (
+        q.new_zeros(k.tail.shape[0], -(-num_tokens // KV_TILE), dtype=torch.float32) if setting.recall_blocks else None
+    )
+    if mass is not None and q_before is not None:
+        _, _, mass = _attend(q_before, first - 1, k, v, chunk_size, sm_scale, setting, mass)
+    outs = []
+    for part, start in zip(q.split(rows), range(first, num_tokens, rows), strict=True):
+        full_out, spec_out, mass = _attend(part, start, k, v, chunk_size, sm_scale, setting, mass)
+        outs.append((full_out, spec_out))
+    full_outs, spec_outs = zip(*outs, strict=True)
+    return torch.cat(full_outs), torch.cat(spec_outs)
 
 
 def _attend(
-    q: Tensor, start: int, k: CachedTensor, v: CachedTensor, chunk_size: int, sm_scale: float, setting: CacheSetting
-) -> tuple[Tensor, Tensor]:
-    """`teacher_forced_attention` for the positions `[start, start + m)`."""
+    q: Tensor,
+    start: int,
+    k: CachedTensor,
+    v: CachedTensor,
+    chunk_size: int,
+    sm_scale: float,
+    setting: CacheSetting,
+    mass: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """`teacher_forced_attention` for the positions `[start, start + m)`.
+
+    Args:
+        mass: [Hkv, NB] fp32, running masses before the first position; None without recalled blocks.
+    Returns:
+        full_out, spec_out, and the running masses after the last position.
+    """
     (num_rows, num_qo_heads, head_dim), num_kv_heads = q.shape, k.tail.shape[0]
     block, stop = setting.block_size, start + num_rows
     # Columns: stored tokens before the last position's block, then tail tokens from the first position's block on.
@@ -274,8 +303,31 @@ def _attend(
         out = _softmax(scores.masked_fill_(~visible, -torch.inf), n_r).flatten(1, 2) @ values
         return out.view(num_qo_heads, num_rows, head_dim).transpose(0, 1)
 
-    spec_out = attend(sink_and_window(scores, -1), sink_and_window(in_predictor, -1), sink_and_window(values, 1))
-    return attend(scores, visible, values), spec_out
+    if mass is None:
+        spec_out = attend(sink_and_window(scores, -1), sink_and_window(in_predictor, -1), sink_and_window(values, 1))
+        return attend(scores, visible, values), spec_out, None
+    weights = _softmax(scores.masked_fill(~visible, -torch.inf), n_r)  # [Hkv, Hq / Hkv, m, columns]
+    known, mass = _running_masses(block_masses(weights.transpose(1, 2), token // KV_TILE, mass.shape[-1]), mass)
+    recalled = recalled_blocks(known, sink_end[:, 0], window_start[:, 0], setting.recall_blocks)  # [Hkv, m, NB]
+    in_predictor = in_predictor | (visible & recalled[..., token // KV_TILE])
+    spec_out = attend(scores, in_predictor[:, None], values)
+    full_out = (weights.flatten(1, 2) @ values).view(num_qo_heads, num_rows, head_dim).transpose(0, 1)
+    return full_out, spec_out, mass
+
+
+def _running_masses(masses: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+    """Running masses of consecutive positions.
+
+    Args:
+        masses: [Hkv, m, NB], of each position.  before: [Hkv, NB], the running masses before the first one.
+    Returns:
+        What is known before each position [Hkv, m, NB], and the running masses after the last one [Hkv, NB].
+    """
+    age = torch.arange(masses.shape[1], device=masses.device)
+    age = age[:, None] - age
+    decayed = torch.where(age >= 0, RECALL_DECAY ** age.clamp(min=0).float(), 0.0)
+    running = decayed @ masses + (RECALL_DECAY * decayed[:, :1]) * before[:, None]
+    return torch.cat([before[:, None], running[:, :-1]], dim=1), running[:, -1]
 
 
 def _softmax(scores: Tensor, n_r: Tensor | None) -> Tensor:

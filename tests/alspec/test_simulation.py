@@ -305,3 +305,63 @@ def test_low_precision_and_missing_layers_are_refused() -> None:
         dataclasses.replace(case, v_cache=case.v_cache[1:]).simulate(0.1)
     with pytest.raises(ValueError, match="layers"):
         dataclasses.replace(case, k_cache=[], v_cache=[]).simulate(0.1)
+
+
+NB = -(-CAPACITY // 64)
+
+
+def random_masses(batch: int, seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.rand(batch, HKV, NB, generator=generator, dtype=torch.float64) for _ in range(L)]
+
+
+def test_all_blocks_recalled_are_full_attention() -> None:
+    case, masses = make_case(RAGGED), random_masses(len(RAGGED), 1)
+    recalled, full = case.simulate(math.inf, recall_blocks=NB, masses=masses), case.simulate(0)
+    assert recalled.accepted.all()
+    torch.testing.assert_close(recalled.x, full.x, rtol=1e-12, atol=1e-12)
+    assert not full.masses
+
+
+def test_recalled_blocks_and_masses_of_a_step() -> None:
+    """Against masks: each KV head reads its own blocks, and masses are those of the full attention."""
+    case, masses = make_case([480, 440], 7), random_masses(2, 2)
+    result = case.simulate(0, recall_blocks=1, masses=masses)
+    token, n = torch.arange(CAPACITY), case.seq_lens[:, None]
+    window = (n - S).clamp(min=0) // 64 * 64
+    for layer, (keys, old) in enumerate(zip(result.k_cache, masses, strict=True)):
+        q, _, _ = case.decoder.pre_attention(layer, layer_input(case, layer), case.seq_lens - 1)
+        scores = torch.einsum("bhgd,bhtd->bhgt", q.unflatten(1, (HKV, -1)), keys.nan_to_num()) * SM_SCALE
+        weights = scores.masked_fill(~(token < n)[:, None, None], -math.inf).softmax(-1)
+        padded = torch.nn.functional.pad(weights, (0, NB * 64 - CAPACITY))
+        expected = 0.8 * old + padded.unflatten(-1, (NB, 64)).sum(-1).amax(2)
+        torch.testing.assert_close(result.masses[layer], expected, rtol=1e-10, atol=1e-12)
+    # The verdict of the first layer compares with A~ over sink, window and the heaviest block of each KV head.
+    first = torch.arange(NB) * 64
+    between = ((first >= S) & (first + 64 <= window))[:, None]
+    block = masses[0].masked_fill(~between, -1).argmax(-1)
+    read = ((token < S) | (token >= window))[:, None] | (token // 64 == block[..., None])
+    q, k, v = case.decoder.pre_attention(0, case.x, case.seq_lens - 1)
+    keys, values = case.k_cache[0].clone(), case.v_cache[0].clone()
+    rows = torch.arange(2)
+    keys[rows, :, case.seq_lens - 1], values[rows, :, case.seq_lens - 1] = k, v
+    outs = []
+    for mask in (read & (token < n)[:, None], (token < n)[:, None].expand(2, HKV, CAPACITY)):
+        heads = mask.repeat_interleave(HQ // HKV, 1)
+        k_heads, v_heads = (x.masked_fill(~mask[..., None], 0).repeat_interleave(HQ // HKV, 1) for x in (keys, values))
+        scores = torch.einsum("bhd,bhtd->bht", q, k_heads) * SM_SCALE
+        outs.append(torch.einsum("bht,bhtd->bhd", scores.masked_fill(~heads, -math.inf).softmax(-1), v_heads))
+    error = relative_error([(outs[0], outs[1])])[0]
+    for factor, expected_hits in ((1.001, [True, True]), (0.999, [False, False])):
+        for request in range(2):
+            hits = case.simulate(float(error[request]) * factor, recall_blocks=1, masses=masses).hit_map[0]
+            assert bool(hits[request]) == expected_hits[request]
+
+
+def layer_input(case: Case, layer: int) -> Tensor:
+    """x before a layer under full attention."""
+    inputs = [case.x]
+    _, _, outputs = run_decoder(case, lambda layer, spec, full: full)
+    for index, (_, full) in enumerate(outputs[:-1]):
+        inputs.append(case.decoder.post_attention(index, inputs[-1], full))
+    return inputs[layer]
