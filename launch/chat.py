@@ -42,8 +42,11 @@ def main(argv: list[str] | None = None) -> int:
     parser = Parser(prog="chat", description="Talk to a model with a chat template.", epilog=" ".join(HELP.split()))
     with exit_code(argv) as outcome:
         config, _ = parse_command(parser, ChatConfig, argv, outcome)
+        if config.n > 1 or config.logprobs is not None:
+            raise UserError("flags: --answers, --logprobs: a conversation shows one answer, its text; leave them out")
         use_utf8()
         engine = Engine(config)
+        engine.check_sampling(config)
         is_first = engine.placement.rank == 0
         tokenizer = _tokenizer(engine)
         conversation = Conversation(config.system)
@@ -144,7 +147,7 @@ class _Chat:
                         is_stopped = True
                         break
             except KeyboardInterrupt:
-                if has_begun or self._user.presses > 1:
+                if has_begun or not self._user.is_terminal or self._user.presses > 1:
                     raise
                 is_stopped = True
             finally:

@@ -15,10 +15,9 @@ from typing import Any
 
 from rich.table import Table
 
-from alspec.config import EvaluateConfig
+from alspec.config import QUANTISED_CODECS, EvaluateConfig
 from alspec.errors import UserError
 from alspec.kernels.kv_codec.formats import rotates_values
-from alspec.kernels.kv_codec.quantised_layer import HEAD_DIMS
 from alspec.launch.evaluate_tasks import (
     ANSWER,
     Quality,
@@ -38,6 +37,7 @@ from alspec.launch.terminal.display import StatusLine
 from alspec.launch.terminal.flags import Parser, check_picture, check_positions, check_writable, notify, parse_command
 from alspec.launch.terminal.output import append_rows, exit_code, result_console, writing
 from alspec.models.checkpoint.source import model_name
+from alspec.runtime.cache.codecs import check_codec, fit_heads
 from alspec.runtime.decode.eager_step import WARM_UP_TOKENS
 from alspec.runtime.engine.engine import Engine
 from alspec.runtime.eval.teacher_forced import CacheSetting, has_turboquant_keys
@@ -139,10 +139,11 @@ def _contexts(config: EvaluateConfig, engine: Engine) -> list[int]:
     if config.contexts is not None:
         return sorted(set(config.contexts))
     limit = engine.model_config.longest_context
+    limit = engine.model_config.window_below(limit) or limit
     contexts = [context for context in CONTEXTS if context <= limit] or [limit]
     if contexts != list(CONTEXTS) and engine.placement.rank == 0:
         measured = ", ".join(map(str, contexts))
-        notify([f"the model has {limit} positions: measuring contexts of {measured} tokens; --contexts names others"])
+        notify([f"the model takes {limit} tokens: measuring contexts of {measured} tokens; --contexts names others"])
     return contexts
 
 
@@ -199,6 +200,8 @@ def _tasks(engine: Engine, config: EvaluateConfig, contexts: list[int], text: st
     tokenizer = engine.text_tokenizer("give a --model folder", "evaluate")
     longest = max(contexts)
     check_positions(longest, engine.model_config)
+    if window := engine.model_config.window_below(longest):
+        raise UserError(f"flags: --contexts: texts are scored up to the model's sliding window, {window} tokens")
     tasks = []
     count = max(config.windows, config.answers)
     ids = tokenizer.encode(text, add_bos=False) if count else []
@@ -232,9 +235,8 @@ def _evaluate(
     num_layers, most = engine.model_config.num_layers, max(cache.protect for cache in caches)
     if 2 * most >= num_layers and most:
         raise UserError(f"flags: --protect: expected less than half of the model's {num_layers} layers, found {most}")
-    head_dim = engine.model_config.head_dim
-    if head_dim not in HEAD_DIMS and any(rotates_values(cache.codec) for cache in caches):
-        raise UserError(f"flags: --codecs: TurboQuant needs a head_dim of 64 or 128, the model has {head_dim}")
+    for codec in dict.fromkeys(cache.codec for cache in caches if cache.codec in QUANTISED_CODECS):
+        check_codec(codec, fit_heads(codec, engine.model_config), engine.placement.tp_size)
     is_first = engine.placement.rank == 0
     with StatusLine(is_first) as status:
         status.show("loading weights")

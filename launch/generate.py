@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
         is_first = engine.placement.rank == 0
         with guarded(engine.heartbeat, OUT_OF_MEMORY), StatusLine(is_first) as status:
             prompts, config = _load(config, engine, status)
-            shows = is_first and not is_dash(config.json_file)
+            shows = is_first and not (is_dash(config.json_file) or is_dash(config.trace))
             is_batch = prompts.is_batch or config.n > 1
             colored = config.color and shows_color()
             printer = Printer(prompts.extras, is_batch, colored, config.n) if shows else None

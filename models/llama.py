@@ -30,7 +30,16 @@ from alspec.models.llama_config import LlamaConfig
 
 BIAS_SEEDS = 2**40  # added to the seeds of random biases, so that matrices do not depend on them
 
-__all__ = ["LayerWeights", "Llama", "LlamaWeights", "Shard", "load_weights", "random_weights", "rotate_values"]
+__all__ = [
+    "LayerWeights",
+    "Llama",
+    "LlamaWeights",
+    "Shard",
+    "load_weights",
+    "pad_halves",
+    "random_weights",
+    "rotate_values",
+]
 
 
 @dataclass(frozen=True)
@@ -209,35 +218,30 @@ def _rotated_pairs(config: LlamaConfig, device: torch.device) -> Tensor | None:
 
 
 def _pad_heads(weights: LayerWeights, config: LlamaConfig) -> LayerWeights:
-    """Pad the heads of a layer by zeros: rows of q, k, v and their biases, columns of o.
-
-    Both halves of q and k are padded, because RoPE rotates pairs of channels of the two halves.
-    """
+    """Pad the heads of a layer by zeros: rows of q, k, v and their biases, columns of o."""
     head_dim, padding = config.stored_head_dim, config.head_padding
     if not padding:
         return weights
     num_qo_heads = weights.o.shape[1] // head_dim
 
     def padded(rows: Tensor) -> Tensor:
-        heads = rows.unflatten(0, (-1, head_dim))
+        heads = rows.unflatten(0, (-1, head_dim)).movedim(1, -1)  # [heads, ..., D]
         num_rotated = (len(heads) + num_qo_heads) // 2  # heads of q and k
-        halves = heads[:num_rotated].unflatten(1, (2, head_dim // 2))
-        rotated = _pad(halves, 2, padding // 2).flatten(1, 2)
-        return torch.cat([rotated, _pad(heads[num_rotated:], 1, padding)]).flatten(0, 1)
+        parts = pad_halves(heads[:num_rotated], padding), F.pad(heads[num_rotated:], (0, padding))
+        return torch.cat(parts).movedim(-1, 1).flatten(0, 1)
 
     return replace(
         weights,
         qkv=padded(weights.qkv),
         qkv_bias=None if weights.qkv_bias is None else padded(weights.qkv_bias),
-        o=_pad(weights.o.unflatten(1, (-1, head_dim)), 2, padding).flatten(1),
+        o=F.pad(weights.o.unflatten(1, (-1, head_dim)), (0, padding)).flatten(1),
     )
 
 
-def _pad(x: Tensor, dim: int, size: int) -> Tensor:
-    """Append `size` zeros along a dimension."""
-    shape = list(x.shape)
-    shape[dim] = size
-    return torch.cat([x, x.new_zeros(shape)], dim)
+def pad_halves(x: Tensor, padding: int) -> Tensor:
+    """Pad the channels of heads of q or k, [..., D], by zeros: both halves, because RoPE rotates pairs of the two."""
+    padded: Tensor = F.pad(x.unflatten(-1, (2, -1)), (0, padding // 2)).flatten(-2)
+    return padded
 
 
 def random_weights(config: LlamaConfig, shard: Shard, dtype: torch.dtype, device: torch.device) -> LlamaWeights:
@@ -247,6 +251,7 @@ def random_weights(config: LlamaConfig, shard: Shard, dtype: torch.dtype, device
     depend on the number of ranks; each rank keeps its own rows of the LM head. Layers depend on `tp_size`, because each
     `tp_rank` draws its own part.
     """
+    padded, config = config, config.as_stored
     generator = torch.Generator(device)
     q_heads, kv_heads = config.local_heads(shard.tp_size)
     heads = q_heads + 2 * kv_heads
@@ -289,7 +294,7 @@ def random_weights(config: LlamaConfig, shard: Shard, dtype: torch.dtype, device
     )
     lm_head = head[start:stop] if config.tie_word_embeddings else head[start:stop].clone()
     del head
-    layers = tuple(draw_layer(layer) for layer in range(config.num_layers))
+    layers = tuple(_pad_heads(draw_layer(layer), padded) for layer in range(config.num_layers))
     return LlamaWeights(embedding, layers, torch.ones_like(layers[0].input_norm), lm_head)
 
 

@@ -137,7 +137,7 @@ def rotate_heads(
     _rotate_heads_kernel[(num_tokens,)](
         qkv, cos, sin, q, k, q_norm, k_norm, eps, HQ=num_qo_heads, HKV=num_kv_heads, D=head_dim,
         HEADS_PAD=triton.next_power_of_2(num_qo_heads + num_kv_heads), HALF_PAD=triton.next_power_of_2(head_dim // 2),
-        num_warps=8,
+        num_warps=8 if q_norm is None else 16,  # with norms, 8 would spill registers on Blackwell
     )  # fmt: skip
 
 

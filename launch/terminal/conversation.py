@@ -67,6 +67,8 @@ class Conversation:
         if name == "save":
             if not rest:
                 raise UserError("/save: expected a file: /save FILE")
+            if not self._turns:
+                raise UserError("/save: there are no messages yet")
             write_text(Path(rest).expanduser(), json.dumps({"messages": self.messages}, ensure_ascii=False) + "\n")
             return f"{len(self.messages)} messages written to {rest}"
         raise UserError(f"/{name} is no command; /help lists them (a message may begin with a space)")

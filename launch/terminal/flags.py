@@ -221,7 +221,8 @@ def check_distinct(config: BaseModel, config_file: Path | None) -> None:
     files = [(_flag((field.alias or name,), field), getattr(config, name), name in WRITTEN) for name, field in fields]
     files = [file for file in [*files, ("--config", config_file, False)] if isinstance(file[1], Path)]
     for (flag, path, writes), (other_flag, other, other_writes) in itertools.combinations(files, 2):
-        if (writes or other_writes) and os.path.realpath(path) == os.path.realpath(other) and not is_special(path):
+        is_shared = is_special(path) and not (is_dash(path) and writes and other_writes)
+        if (writes or other_writes) and os.path.realpath(path) == os.path.realpath(other) and not is_shared:
             raise UserError(f"flags: {flag} and {other_flag} both name {path}; give each a file of its own")
 
 

@@ -49,6 +49,9 @@ def read_prompts(config: GenerateConfig, engine: Engine) -> GivenPrompts:
 
     found = from_first_rank(engine, read)
     is_batch = config.prompt_file is not None and _is_batch(config.prompt_file)
+    for name, is_written in (("answer", config.n > 1), ("logprobs", config.logprobs is not None)):
+        if is_written and any(name in extra for _, extra in found):
+            raise UserError(f"{config.prompt_file}: key {name!r} is one that is written with each answer; rename it")
     return GivenPrompts([ids for ids, _ in found], [extra for _, extra in found], is_batch)
 
 

@@ -367,6 +367,7 @@ class Engine:
             # A call that was interrupted may have ended at another token on each rank.
             of_ranks = map(json.loads, self.agreement.exchange(json.dumps(self._kept.reusable(prompts))))
             reused = [min(of_request) for of_request in zip(*of_ranks, strict=True)]
+            reused = [reused[row - row % sampling.n] for row in range(batch_size)]  # other answers are copied
         made = Generation(self._requests(prompts, sampling), num_answers=sampling.n, reused_tokens=reused)
         number = self._own(made)
         return number, sampling, [notice] if notice else []
@@ -396,6 +397,9 @@ class Engine:
         """Prefill, then decode until every request has ended; yields tokens as they come."""
         chunk_size = self.config.speculation.chunk_size
         with self._running(number):
+            # Before anything is written behind them: an interrupted call leaves what stays in any case.
+            for index, num_tokens in enumerate(generation.reused_tokens):
+                self._kept.cut(index, num_tokens)
             self._prepare(sampling, generation.reused_tokens)
             seen = None
             if sampling.penalises:

@@ -15,9 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from alspec.config import QUANTISED_CODECS
 from alspec.errors import UserError
 from alspec.kernels.attention.torch_attention import predictor_attention_all, prefill_attention
-from alspec.models.llama import Llama
+from alspec.models.llama import Llama, pad_halves
+from alspec.runtime.cache.codecs import fit_heads
 from alspec.runtime.decode.eager_step import gather_logits
 from alspec.runtime.distributed.transport import Transport
 from alspec.runtime.eval.teacher_forced import (
@@ -95,13 +97,18 @@ def score_under(
             "shorter texts"
         )
     at_once = max(1, KEYS_AT_ONCE // (len(token_ids) * model.config.num_kv_heads * model.config.head_dim))
-    return [
-        score
-        for start in range(0, len(thresholds), at_once)
-        for score in _score(
-            model, transport, token_ids, thresholds[start : start + at_once], chunk_size, prompt_tokens, cache
-        )
-    ]
+    inv_freq = model.inv_freq.clone()
+    model.set_total_length(len(token_ids))
+    try:
+        return [
+            score
+            for start in range(0, len(thresholds), at_once)
+            for score in _score(
+                model, transport, token_ids, thresholds[start : start + at_once], chunk_size, prompt_tokens, cache
+            )
+        ]
+    finally:
+        model.inv_freq.copy_(inv_freq)  # an engine's cache may hold keys of these frequencies
 
 
 @torch.no_grad()
@@ -122,12 +129,14 @@ def _score(
     def rows_of(per_token: Tensor) -> Tensor:
         return torch.cat([per_token[:prompt_tokens], per_token[prompt_tokens:].repeat(num_texts)])
 
+    padding = 0 if cache.codec not in QUANTISED_CODECS else fit_heads(cache.codec, model.config).head_padding
     positions = rows_of(positions)
-    model.set_total_length(len(ids))
     x, partial = model.embed(rows_of(ids)), None
     hits = []
     for layer in range(model.num_layers):
         x, q, k, v = model.pre_attention(layer, x, partial, positions)
+        # As in an engine with this cache; the verdict sees what a rotation of the values moves into the padding.
+        q, k, v = pad_halves(q, padding), pad_halves(k, padding), F.pad(v, (0, padding))
         prompt_out, full_out, spec_out = _attention(
             q, k, v, chunk_size, model.sm_scale, prompt_tokens, num_texts, cache.at_layer(layer, model.num_layers)
         )
@@ -135,6 +144,7 @@ def _score(
         accepted = torch.cat([accepts(each, by_layer[layer]) for each, by_layer in zip(sums, thresholds, strict=True)])
         hits.append(accepted.view(num_texts, num_decoded))
         attn_out = torch.cat([prompt_out, torch.where(accepted[:, None, None], spec_out, full_out)])
+        attn_out = attn_out[..., : attn_out.shape[-1] - padding]
         x, partial = model.post_attention(layer, x, attn_out)
     x = model.reduce_residual(x, partial)
 

@@ -95,7 +95,7 @@ def test_default_contexts_fit_the_model(
     flags = ["--text", str(text), "--model", str(folder), "--windows", "1", "--thresholds", "0", "--transport", "gloo"]
     assert evaluate.main([*flags, "--rows", str(rows)]) == 0
     assert [row["case"]["context"] for row in rows_of(rows)] == measured
-    said = f"the model has {positions} positions: measuring contexts of {measured[0]} tokens; --contexts names others"
+    said = f"the model takes {positions} tokens: measuring contexts of {measured[0]} tokens; --contexts names others"
     assert said in " ".join(capsys.readouterr().err.split())
     assert evaluate.main([*flags, "--contexts", "2k"]) == 2
     assert f"--contexts: 2048 is beyond the model's {positions} positions" in capsys.readouterr().err

@@ -238,3 +238,26 @@ def test_a_step_is_captured_again_behind_the_prefix(tiny_folder: Path, oracle: O
     history = ids + expected[0] + make_prompt(20, 1)
     assert answers(engine, history) == oracle.generate([history], [NEW], 0.0).tokens
     assert engine.generation.reused_tokens == [301 + NEW - 1]
+
+
+@pytest.mark.parametrize("codec", ["bf16", "turbo4"])
+def test_an_interrupted_preparation_keeps_only_what_it_began_with(
+    turbo_folder: Path, make_prompt: MakePrompt, codec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trial steps write behind the kept tokens; a Ctrl-C then must not leave the old prompt as if it were whole."""
+    engine, first = engine_of(turbo_folder, kv_cache=codec), make_prompt(200, 0)
+    (expected,) = answers(engine, first)
+    step = engine.decode_step
+    assert step is not None
+
+    def interrupted(sampling: SamplingConfig, kept: list[int]) -> int:
+        if isinstance(step._cache, type(engine.cache)) and codec == "bf16":  # type: ignore[attr-defined]
+            engine.cache.k[:, :, :, kept[0] :].zero_()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(step, "prepare", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            answers(engine, [*first[:130], 5, 6])
+    assert answers(engine, first) == [expected]
+    assert engine.generation.reused_tokens[0] <= 130

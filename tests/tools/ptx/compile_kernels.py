@@ -563,7 +563,7 @@ def between_products(capability: int) -> dict[str, Any]:
     return {
         "add_rms_norm": variant(capability, prompt_kernels._add_rms_norm_kernel, 8, norm, **types),
         "rotate_heads": variant(capability, prompt_kernels._rotate_heads_kernel, 8, heads | no_norms, **types),
-        "rotate_heads, norms": variant(capability, prompt_kernels._rotate_heads_kernel, 8, heads, **types),
+        "rotate_heads, norms": variant(capability, prompt_kernels._rotate_heads_kernel, 16, heads, **types),
         "silu_mul": variant(capability, prompt_kernels._silu_mul_kernel, 4, silu, **types, out_ptr="*bf16"),
     }
 
