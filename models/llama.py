@@ -134,7 +134,7 @@ class _LayerReader:
         kv = kv_start * head_dim, kv_stop * head_dim
         mlp = shard.tp_rank * rows, (shard.tp_rank + 1) * rows
         q_rows, kv_rows = config.num_qo_heads * head_dim, config.num_kv_heads * head_dim
-        # Of each projection: the tensor that holds it, where it begins in this tensor, and this rank's rows of it.
+        # Projection -> (its tensor, its first row in that tensor, first and last row of this rank).
         self._rows = {
             "q": ("self_attn.q_proj", 0, *q),
             "k": ("self_attn.k_proj", 0, *kv),

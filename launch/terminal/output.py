@@ -176,7 +176,7 @@ def is_dash(path: Path | None) -> bool:
 
 
 def result_console(*files: Path | None, **options: Any) -> Console:
-    """Where a command prints tables: on standard error if one of its files takes all of standard output (`-`)."""
+    """The console for tables: standard error if a file of the command is `-`, which takes all of standard output."""
     from rich.console import Console  # here, because scripts import this module before slow ones
 
     return Console(stderr=any(map(is_dash, files)), **options)

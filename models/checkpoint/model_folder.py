@@ -15,7 +15,7 @@ __all__ = ["shards_without_index", "usable_path"]
 
 _CONFIG, _ADAPTER = "config.json", "adapter_config.json"
 _SHARD = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})\.safetensors")
-# Where a model may be if not in the folder itself: in a folder beside others, in a Hugging Face cache, and its parts.
+# Folders below the given one are searched for a model, so that the error can name it.
 _INSIDE = ("*", "snapshots/*", "models--*/snapshots/*")
 _NAMED = 3  # paths that a message lists
 

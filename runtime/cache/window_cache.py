@@ -26,7 +26,7 @@ class WindowCache:
     def __init__(self, full_layers: tuple[int, ...], num_layers: int, full: KVCache, rings: KVCache) -> None:
         self._full, self._rings = full, rings
         self.num_layers = num_layers
-        # Of each layer: whether it is a ring, and its index in its cache.
+        # Layer -> (is a ring, index in the cache that holds it).
         self._places, counts = [], [0, 0]
         for layer in range(num_layers):
             is_ring = layer not in full_layers
@@ -102,7 +102,7 @@ class WindowCache:
         return found[0], found[1]
 
     def _slots(self, start: int, stop: int) -> Tensor:
-        """Where the positions `[start, stop)` from 0 on lie in a ring."""
+        """Ring slots of the positions `[start, stop)`; negative positions are left out."""
         return torch.arange(max(0, start), stop, device=self.device) % self.window
 
     def prefill_attention(

@@ -397,10 +397,11 @@ class Engine:
         """Prefill, then decode until every request has ended; yields tokens as they come."""
         chunk_size = self.config.speculation.chunk_size
         with self._running(number):
-            # Before anything is written behind them: an interrupted call leaves what stays in any case.
-            for index, num_tokens in enumerate(generation.reused_tokens):
-                self._kept.cut(index, num_tokens)
-            self._prepare(sampling, generation.reused_tokens)
+            # Cut before anything is written: an interrupted call then leaves a valid prefix. Other answers are copied.
+            kept = [n if row % sampling.n == 0 else 0 for row, n in enumerate(generation.reused_tokens)]
+            for row, num_tokens in enumerate(kept):
+                self._kept.cut(row, num_tokens)
+            self._prepare(sampling, kept)
             seen = None
             if sampling.penalises:
                 prompts = [request.prompt_ids for request in generation.requests]

@@ -30,7 +30,8 @@ def process_prompts(
     """Process all prompts of a generation into the cache.
 
     Args:
-        kept: updated.  progress: called now and then with the prompt tokens done so far.
+        kept: cut to the tokens that are reused; updated.
+        progress: called now and then with the prompt tokens done so far.
     Returns:
         Logits after each prompt [B, V], and what `choose_tokens` takes of the layers, summed over the prompts.
     """
@@ -43,11 +44,9 @@ def process_prompts(
         ids, start = request.prompt_ids, generation.reused_tokens[index]
         first_answer = index - index % generation.num_answers
         if index > first_answer:  # another answer to the same prompt
-            kept.cut(index, 0)
             cache.copy_prompt(first_answer, index)
             parts.append(parts[first_answer])
         else:
-            kept.cut(index, start)
             parts.append(prefill(model, cache, transport, index, ids, operation, progress=in_prompt, start=start))
         kept.wrote_prompt(index, ids)
         done += len(ids)

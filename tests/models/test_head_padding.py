@@ -7,12 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from family_models import greedy, save_family
-from model_runner import Runner, close
+from model_runner import Runner, close, load_model
 
 from alspec.config import SamplingConfig
 from alspec.errors import UserError
-from alspec.models.checkpoint.checkpoint import Checkpoint
-from alspec.models.llama import Llama, load_weights, rotate_values
+from alspec.models.llama import rotate_values
 from alspec.models.llama_config import LlamaConfig
 from alspec.runtime.cache.codecs import check_codec, fit_heads, new_cache
 from alspec.runtime.decode.hooks import no_hook
@@ -32,20 +31,13 @@ def ids_of(length: int) -> list[int]:
     return torch.randint(151, (length,), generator=torch.Generator().manual_seed(length)).tolist()
 
 
-def padded_model(folder: Path) -> Llama:
-    config = LlamaConfig.from_folder(folder)
-    padded = config.with_head_dim(64)
-    weights = load_weights(Checkpoint.open(folder, config), padded, Placement().shard, torch.float32, CPU)
-    return Llama(padded, weights, Transport(Placement(), CPU, "gloo", None))
-
-
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("is_rotated", [False, True])
 @torch.no_grad()
 def test_padding_changes_no_logits(case: str, is_rotated: bool, tmp_path: Path) -> None:
     """With a random rotation of the values, too, which fills the zeros of v."""
     reference, ids = save_family(tmp_path, case), ids_of(41)
-    model = padded_model(tmp_path)
+    model = load_model(tmp_path, head_dim=64)
     if is_rotated:
         rotation = torch.linalg.qr(torch.randn(64, 64, generator=torch.Generator().manual_seed(3)))[0]
         rotate_values(model.weights, model.config, rotation)
@@ -61,7 +53,7 @@ def test_padding_changes_no_logits(case: str, is_rotated: bool, tmp_path: Path) 
 def test_fused_steps_of_padded_heads(case: str, tmp_path: Path) -> None:
     """The kernels run in the interpreter here."""
     reference, ids = save_family(tmp_path, case, num_hidden_layers=2), ids_of(37)
-    model = padded_model(tmp_path)
+    model = load_model(tmp_path, head_dim=64)
     model.set_total_length(len(ids) + 4)
     transport = Transport(Placement(), CPU, "gloo", None)
     cache = new_cache("bf16", model.config, 1, 1, 48, torch.float32, CPU)
@@ -83,7 +75,7 @@ def test_a_quantised_cache_pads_heads(tmp_path: Path) -> None:
     assert engine.memory is not None
     assert engine.memory.cache_bytes == engine.cache.num_bytes
     assert sum(tensor.nbytes for layer in engine.model.weights.layers for tensor in layer.tensors.values()) == sum(
-        tensor.nbytes for layer in padded_model(tmp_path).weights.layers for tensor in layer.tensors.values()
+        tensor.nbytes for layer in load_model(tmp_path, head_dim=64).weights.layers for tensor in layer.tensors.values()
     )
     assert tokens[:4] == greedy(reference, ids, 4)
     assert (

@@ -21,7 +21,7 @@ from alspec.runtime.decode.prefill import prefill
 from alspec.runtime.distributed.placement import Placement
 from alspec.runtime.distributed.transport import Transport
 
-__all__ = ["Runner", "ThreadTransport", "close", "load_runner", "on_ranks"]
+__all__ = ["Runner", "ThreadTransport", "close", "load_model", "load_runner", "on_ranks"]
 
 CPU = torch.device("cpu")
 
@@ -46,11 +46,18 @@ class Runner:
         ).logits[0]
 
 
-def load_runner(folder: Path) -> Runner:
+def load_model(folder: Path, transport: Transport | None = None, head_dim: int | None = None) -> Llama:
+    """This rank's part of a model in fp32, by default of a single rank; `head_dim`: pad heads to it."""
+    transport = transport or Transport(Placement(), CPU, "gloo", None)
     config = LlamaConfig.from_folder(folder)
-    placement = Placement()
-    weights = load_weights(Checkpoint.open(folder, config), config, placement.shard, torch.float32, CPU)
-    return Runner(config, weights, Transport(placement, CPU, "gloo", None))
+    checkpoint, shard = Checkpoint.open(folder, config), transport.placement.shard
+    config = config if head_dim is None else config.with_head_dim(head_dim)
+    return Llama(config, load_weights(checkpoint, config, shard, torch.float32, CPU), transport)
+
+
+def load_runner(folder: Path) -> Runner:
+    model = load_model(folder)
+    return Runner(model.config, model.weights, Transport(Placement(), CPU, "gloo", None))
 
 
 def close(found: Tensor, expected: Tensor) -> None:

@@ -10,13 +10,11 @@ import jobs
 import pytest
 import torch
 from family_models import CASES, greedy, save_family
+from model_runner import load_model
 from paths import WORKERS
 from tiers import fast
 
 from alspec.config import SamplingConfig, SpeculationConfig
-from alspec.models.checkpoint.checkpoint import Checkpoint
-from alspec.models.llama import Llama, load_weights
-from alspec.models.llama_config import LlamaConfig
 from alspec.runtime.cache.codecs import new_cache
 from alspec.runtime.decode.eager_step import DecodeState, EagerStep
 from alspec.runtime.decode.hooks import no_hook
@@ -34,14 +32,12 @@ FAST_CASES = ["llama-biases", "qwen3", "phi3-partial-long", "qwen2-window"]
 @pytest.mark.parametrize("case", fast(list(CASES), FAST_CASES))
 def test_tokens_are_those_of_transformers(case: str, tmp_path: Path) -> None:
     reference = save_family(tmp_path, case)
-    config = LlamaConfig.from_folder(tmp_path)
-    weights = load_weights(Checkpoint.open(tmp_path, config), config, Placement().shard, torch.float32, CPU)
     transport = Transport(Placement(), CPU, "gloo", None)
-    model = Llama(config, weights, transport)
+    model = load_model(tmp_path, transport)
     # Frequencies that depend on the length are those of the longest request.
     prompts = PROMPTS if "long" not in case else PROMPTS[:1]
     model.set_total_length(max(map(len, prompts)) + NEW_TOKENS)
-    cache = new_cache("bf16", config, 1, len(prompts), 48, torch.float32, CPU)
+    cache = new_cache("bf16", model.config, 1, len(prompts), 48, torch.float32, CPU)
     captured = build_captured_step(model, cache, transport, None, False, no_hook)
     captured.prepare(SamplingConfig())
     tokens = [
@@ -97,11 +93,9 @@ def test_a_pair_gives_the_tokens_and_verdicts_of_one_group(codec: str, world_siz
 
 def simulated(folder: Path, codec: str, prompt: list[int], threshold: float, steps: int) -> list[dict[str, Any]]:
     """The reference: eager steps of one process."""
-    config = LlamaConfig.from_folder(folder)
-    weights = load_weights(Checkpoint.open(folder, config), config, Placement().shard, torch.float32, CPU)
     transport = Transport(Placement(), CPU, "gloo", None)
-    model = Llama(config, weights, transport)
-    cache = new_cache(codec, config, 1, 1, len(prompt) + steps + 1, torch.float32, CPU)
+    model = load_model(folder, transport)
+    cache = new_cache(codec, model.config, 1, 1, len(prompt) + steps + 1, torch.float32, CPU)
     speculation = SpeculationConfig(threshold=threshold, chunk_size=128)
     eager = EagerStep(model, cache, transport, "simulated", speculation, no_hook)
     token, found = int(prefill(model, cache, transport, 0, prompt, no_hook)[0].argmax()), []

@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from model_runner import load_model
 from paths import TOOLS
 
 from alspec.config import SamplingConfig, SpeculationConfig
-from alspec.models.checkpoint.checkpoint import Checkpoint
-from alspec.models.llama import Llama, load_weights
-from alspec.models.llama_config import LlamaConfig
+from alspec.models.llama import Llama
 from alspec.runtime.cache.codecs import Cache, new_cache
 from alspec.runtime.cache.kv_cache import KVCache
 from alspec.runtime.decode.hooks import no_hook
@@ -74,9 +73,7 @@ def main(folder: Path) -> None:
     environment = Placement.from_environment()
     placement = Placement(environment.rank, environment.world_size, num_groups=2)
     transport = Transport(placement, CPU, "gloo", connect_store(placement))
-    config = LlamaConfig.from_folder(Path(spec["model"]))
-    weights = load_weights(Checkpoint.open(Path(spec["model"]), config), config, placement.shard, torch.float32, CPU)
-    model = Llama(config, weights, transport)
+    model = load_model(Path(spec["model"]), transport)
     results = [run_case(model, transport, case) for case in spec["cases"]]
     (folder / f"rank{placement.rank}.json").write_text(json.dumps(results))
     transport.barrier()

@@ -12,12 +12,10 @@ import sys
 from pathlib import Path
 
 import torch
+from model_runner import load_model
 from paths import TOOLS
 
 from alspec.config import SamplingConfig
-from alspec.models.checkpoint.checkpoint import Checkpoint
-from alspec.models.llama import Llama, load_weights
-from alspec.models.llama_config import LlamaConfig
 from alspec.runtime.cache.codecs import new_cache
 from alspec.runtime.decode.hooks import no_hook
 from alspec.runtime.decode.prefill import prefill
@@ -33,11 +31,9 @@ def main(folder: Path) -> None:
     torch.set_num_threads(1)
     placement = Placement.from_environment()
     transport = Transport(placement, CPU, "gloo", connect_store(placement))
-    config, prompts = LlamaConfig.from_folder(Path(spec["model"])), spec["prompts"]
-    weights = load_weights(Checkpoint.open(Path(spec["model"]), config), config, placement.shard, torch.float32, CPU)
-    model = Llama(config, weights, transport)
+    model, prompts = load_model(Path(spec["model"]), transport), spec["prompts"]
     capacity = max(map(len, prompts)) + spec["tokens"]
-    cache = new_cache("bf16", config, placement.tp_size, len(prompts), capacity, torch.float32, CPU)
+    cache = new_cache("bf16", model.config, placement.tp_size, len(prompts), capacity, torch.float32, CPU)
     captured = build_captured_step(model, cache, transport, None, False, no_hook)
     captured.prepare(SamplingConfig())
     tokens = [
