@@ -69,7 +69,7 @@ def main() -> None:
         turns(read("second_turn.jsonl")),
         shapes("Decode attention on random shapes", read("shapes.jsonl"), "shapes.png"),
         shapes("Decode attention on random shapes on H100", read("shapes_h100.jsonl")),
-        sampled(read("sampling.jsonl")),
+        *(sampled(read(f"sampling{gpu}.jsonl"), f"Sampling in a step{on_gpu}") for gpu, on_gpu in GPUS),
         quality(read("quality.jsonl")),
         speculation(),
         codecs("Demo checkpoint over caches", read("quality_codecs.jsonl")),
@@ -444,7 +444,7 @@ CHOICES = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetiti
 CHOICES |= {"frequency_penalty": 0.0, "presence_penalty": 0.0, "logit_bias": {}}
 
 
-def sampled(rows: list[dict[str, Any]]) -> str:
+def sampled(rows: list[dict[str, Any]], title: str = "Sampling in a step") -> str:
     """Time that sampling adds to a step, by context."""
     if not rows:
         return ""
@@ -464,7 +464,7 @@ def sampled(rows: list[dict[str, Any]]) -> str:
         lines.append([", ".join(way), *cells])
     return "\n\n".join(
         [
-            "## Sampling in a step",
+            f"## {title}",
             "Whole captured steps: p50 in ms, and the difference to greedy choice.",
             provenance(*rows),
             table(["choice", *(f"{context} tokens" for context in contexts)], lines),
