@@ -159,5 +159,10 @@ def choose_recall_lists(
         block_lse, lse, seq_lens, lists, None if peer_lists is None else peer_lists[layers],
         None if senders is None else senders[layers], num_blocks, chunk_size, HKV=num_kv_heads, HEADS=heads,
         HEADS_PAD=triton.next_power_of_2(heads), RECALL=count, RECALL_PAD=triton.next_power_of_2(count),
-        BLOCKS_PAD=pad, num_warps=max(1, min(16, pad // 128)),
+        BLOCKS_PAD=pad, num_warps=num_warps(pad),
     )  # fmt: skip
+
+
+def num_warps(blocks_pad: int) -> int:
+    """Warps of a program that chooses among `blocks_pad` blocks, a power of two."""
+    return max(1, min(16, blocks_pad // 128))

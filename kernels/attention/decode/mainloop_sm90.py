@@ -134,15 +134,15 @@ def _advance(cursor, next_range, batch, listed, BLOCK_N: gl.constexpr, HKV: gl.c
     if listed is not None:
         end += 1
         token = gl.load(listed[0] + end, mask=end < listed[1], other=0) * KV_BLOCK
-        return output, token, end
-    token += BLOCK_N
-    crosses = token >= end
-    if batch is None:
-        output += gl.where(crosses, next_range[2], 0)
-        token, end = gl.where(crosses, next_range[0], token), gl.where(crosses, next_range[1], end)
     else:
-        if crosses:
-            output, token, end = _next_output(output, batch, HKV, SPEC)
+        token += BLOCK_N
+        crosses = token >= end
+        if batch is None:
+            output += gl.where(crosses, next_range[2], 0)
+            token, end = gl.where(crosses, next_range[0], token), gl.where(crosses, next_range[1], end)
+        else:
+            if crosses:
+                output, token, end = _next_output(output, batch, HKV, SPEC)
     return output, token, end
 
 
@@ -492,26 +492,25 @@ def lean_sm90_kernel(
                     output = spec_index - part * num_outputs
                 seq_len = gl.load(seq_lens_ptr + (output.to(gl.uint32) // HKV).to(gl.int32))
                 sink, window = token_ranges(seq_len, chunk_size, SPEC)
-            # batch, out_ptr, out_lse_ptr and was_delayed are None, is_whole has no use; IS_SPEC, no PREFETCH_TILE.
-            common = (
-                tiles_done, o_partial_ptr, lse_partial_ptr, qk_scale, program, num_outputs, None,
-            )  # fmt: skip
-            constants = (None, None, None, True, None, HKV, HEADS_PER_KV, HEAD_DIM, SPEC, True, False)
+            # Without batch, block_lse, out_ptr, out_lse_ptr and was_delayed; IS_SPEC, no PREFETCH_TILE.
             slot = part
             if RECALL_PARTS > 0 and part >= parts:
                 recall_part = part - parts
                 blocks_ptr, count = _listed_blocks(recalled_ptr, output, recall_part, RECALL, RECALL_PARTS)
                 first = gl.load(blocks_ptr, mask=count > 0, other=0) * KV_BLOCK
                 o, lse, _, _ = _attend_run(
-                    streams, q_ptr, q_tile, warp_buffer, (output, first, 0), None, count, *common, (blocks_ptr, count),
-                    *constants,
+                    streams, q_ptr, q_tile, warp_buffer, (output, first, 0), None, count, tiles_done, o_partial_ptr,
+                    lse_partial_ptr, qk_scale, program, num_outputs, None, (blocks_ptr, count), None, None, None,
+                    count > 0, None, HKV, HEADS_PER_KV, HEAD_DIM, SPEC, True, False,
                 )  # fmt: skip
                 slot = recall_part + SPEC_PARTS
             else:
                 first, end, count = spec_part_tokens(part, sink, window, seq_len, chunk_size, SPEC_N, SPEC_PARTS)
                 o, lse, _, _ = _attend_run(
                     long_streams if SPEC_N > BLOCK_N else streams, q_ptr, q_tile, warp_buffer, (output, first, end),
-                    (window, seq_len, 0), count, *common, None, *constants,
+                    (window, seq_len, 0), count, tiles_done, o_partial_ptr, lse_partial_ptr, qk_scale, program,
+                    num_outputs, None, None, None, None, None, count > 0, None, HKV, HEADS_PER_KV, HEAD_DIM, SPEC, True,
+                    False,
                 )  # fmt: skip
             tiles_done += count
             indices = _partial_indices(o)
