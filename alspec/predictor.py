@@ -18,6 +18,7 @@ from torch import Tensor
 __all__ = [
     "CHUNK_SIZES",
     "KV_TILE",
+    "MAX_RECALL_BLOCKS",
     "block_masses",
     "predictor_ranges",
     "first_lossy_length",
@@ -29,6 +30,8 @@ KV_TILE = 64
 """Tokens; the window starts on a multiple of it."""
 CHUNK_SIZES = (128, 256, 512, 1024)
 """Supported values of S, tokens."""
+MAX_RECALL_BLOCKS = 128
+"""Most blocks of a recall list."""
 
 
 def first_lossy_length(chunk_size: int) -> int:

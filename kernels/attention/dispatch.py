@@ -165,7 +165,7 @@ class DecodeAttention:
         recall: RecallState | None = None,
     ) -> None:
         self._chunk_size = chunk_size
-        self._recall = recall
+        self._layers, self._recall = layers, recall
         self._sm_scale = sm_scale
         self._is_cuda = device.type == "cuda"
         if not self._is_cuda:
@@ -242,6 +242,16 @@ class DecodeAttention:
         """Choose the blocks of layer `index` for the next token, after `verify` at lengths `seq_lens`."""
         if self._recall is not None:
             choose_recall_lists(self._recall, seq_lens, self._chunk_size, slice(index, index + 1))
+
+    def recall_prompts(self, queries: Tensor, seq_lens: Tensor) -> None:
+        """Choose the blocks of all layers for the token after prompts of `seq_lens` tokens.
+
+        queries: [L, B, Hq, D], of the last token of each prompt.
+        """
+        for index, (q, layer) in enumerate(zip(queries, self._layers, strict=True)):
+            self.predict(q, layer, seq_lens, index)
+            self.verify(q, layer, seq_lens, index)
+            self.recall(seq_lens, index)
 
     def _spec_output(self, index: int) -> SpecOutput:
         if self._recall is None:

@@ -43,20 +43,16 @@ class RecallState:
         capacity: int,
         recall_blocks: int,
         device: torch.device,
-        lists: Tensor | None = None,
     ) -> RecallState:
         """Allocate with empty lists.
 
         Args:
             capacity: tokens of the cache.  recall_blocks: M.
-            lists: memory for the lists that other ranks write, too; None: of its own.
         """
         shape = (num_layers, batch_size, num_kv_heads)
-        if lists is None:
-            lists = torch.empty(*shape, recall_blocks, dtype=torch.int32, device=device)
         weights = (*shape, -(-capacity // KV_TILE), 4, num_qo_heads // num_kv_heads)
         return cls(
-            lists.fill_(-1),
+            torch.full((*shape, recall_blocks), -1, dtype=torch.int32, device=device),
             torch.full(weights, float("-inf"), device=device),
             torch.zeros(num_layers, batch_size, num_qo_heads, device=device),
         )
@@ -135,6 +131,7 @@ def choose_recall_lists(
     seq_lens: Tensor,
     chunk_size: int,
     layers: slice = slice(None),
+    lists: Tensor | None = None,
     peer_lists: Tensor | None = None,
     senders: Tensor | None = None,
 ) -> None:
@@ -143,15 +140,19 @@ def choose_recall_lists(
     Args:
         seq_lens: [B] int32, tokens that this attention read.  chunk_size: S.
         layers: which layers.
+        lists: written instead of those of the state.
         peer_lists: the same lists of the paired rank, written as well.
         senders: [L] int32; lists of layers with 0 are left as they are.
     Capture: graph-safe on CUDA tensors; allocates nothing there.
     """
-    lists, block_lse, lse = state.lists[layers], state.block_lse[layers], state.lse[layers]
+    lists = (state.lists if lists is None else lists)[layers]
+    block_lse, lse = state.block_lse[layers], state.lse[layers]
     num_layers, batch_size, num_kv_heads, count = lists.shape
     if not lists.is_cuda:
-        assert peer_lists is None and senders is None
-        lists.copy_(recall_lists_ref(block_lse, lse, seq_lens, chunk_size, count))
+        chosen = recall_lists_ref(block_lse, lse, seq_lens, chunk_size, count)
+        is_sender = slice(None) if senders is None else senders[layers] != 0
+        for target in (lists,) if peer_lists is None else (lists, peer_lists[layers]):
+            target[is_sender] = chosen[is_sender]
         return
     num_blocks, heads = block_lse.shape[3], block_lse.shape[5]
     pad = max(triton.next_power_of_2(num_blocks), triton.next_power_of_2(count))

@@ -40,9 +40,9 @@ from alspec.kernels.attention.decode.mainloop_sm80 import lean_combine_kernel, l
 from alspec.kernels.attention.decode.mainloop_sm90 import lean_sm90_kernel
 from alspec.kernels.attention.decode.tile_schedule import ALL, PREDICTOR, REST, extra_window_tiles, spec_block_n
 from alspec.kernels.common.jit_launch import is_hopper, jit_launch, num_sms, set_l1_carveout
+from alspec.predictor import MAX_RECALL_BLOCKS
 
 __all__ = [
-    "MAX_RECALL_BLOCKS",
     "PHASES",
     "LeanWorkspace",
     "Phase",
@@ -67,8 +67,7 @@ TILE_BYTES = 32768  # bytes of K, and of V, in one tile
 # matters little if they are long.
 LONG_RUN = {64: 3, 128: 16}
 MAX_SPEC_PARTS = 5  # parts of `A~` over sink and window of an output
-MAX_RECALL_PARTS = 4  # parts over its recalled blocks
-MAX_RECALL_BLOCKS = 128  # a part has at most 32 blocks
+MAX_RECALL_PARTS = 4  # parts over its recalled blocks, of at most 32 blocks each
 NUM_WARPS = 4  # one warp group: a product of at least 64 rows is then a Hopper matrix instruction
 
 
@@ -228,7 +227,8 @@ def lean_decode_attention(
     jit_launch(kernel, (workspace.num_programs,))(
         q, *inputs, spec.spec_out if spec else None, spec.spec_lse if spec else None,
         spec.epoch if spec else None, workspace.o, workspace.lse, gate, *recall_pointers(spec, phase), *scalars,
-        num_recall_blocks(spec), sm_scale * math.log2(math.e), HEADS_PAD=max(8 if use_tma else 16, heads_pad), STAGES=num_stages,
+        num_recall_blocks(spec), sm_scale * math.log2(math.e),
+        HEADS_PAD=max(8 if use_tma else 16, heads_pad), STAGES=num_stages,
         READ_LENGTHS_EARLY=pdl and prefetch_before_wait, num_warps=NUM_WARPS, **options,
     )  # fmt: skip
     if phase != "predictor" or options["RECALL"]:

@@ -88,9 +88,7 @@ def _finish_softmax(row_max, weight_sums, acc):
 
 
 @triton.jit
-def _store_block_lse(
-    p, row_max, block_lse_ptr, output, token, left, num_blocks, enabled, HEADS_PER_KV: tl.constexpr
-):
+def _store_block_lse(p, row_max, block_lse_ptr, output, token, left, num_blocks, enabled, HEADS_PER_KV: tl.constexpr):
     """Store log2 of the sum of weights of every 16 tokens of a tile.
 
     Args:
@@ -407,7 +405,7 @@ def lean_combine_kernel(
     SPEC_PARTS: tl.constexpr,
     RECALL: tl.constexpr,
     RECALL_PARTS: tl.constexpr,
-    PHASE: tl.constexpr,  # of the attention kernel; PREDICTOR: write A~, which has parts that nobody else combines
+    PHASE: tl.constexpr,  # of the attention kernel; PREDICTOR: combine the parts of A~
     PDL: tl.constexpr,
     WHOLE: tl.constexpr,  # the attention kernel has written each output that has only one partial
 ):

@@ -94,10 +94,9 @@ def _tile_start(cursor, listed, BLOCK_N: gl.constexpr):
     Args:
         listed: as for `_advance`.
     """
+    start = cursor[1] + (KV_BLOCK - BLOCK_N)  # of a block: the tile holds all of it
     if listed is None:
         start = gl.minimum(cursor[1], cursor[2] - BLOCK_N)
-    else:
-        start = cursor[1] + (KV_BLOCK - BLOCK_N)  # a tile holds a whole block
     return start
 
 
@@ -296,7 +295,8 @@ def _issue_first_copies(
 def _attend_run(
     streams, q_ptr, q_tile, warp_buffer, cursor, next_range, count, tiles_done, o_ptr, lse_ptr, qk_scale, program,
     num_outputs, batch, listed, block_lse, out_ptr, out_lse_ptr, is_whole, was_delayed, HKV: gl.constexpr,
-    HEADS_PER_KV: gl.constexpr, HEAD_DIM: gl.constexpr, SPEC: gl.constexpr, IS_SPEC: gl.constexpr, PREFETCH_TILE: gl.constexpr,
+    HEADS_PER_KV: gl.constexpr, HEAD_DIM: gl.constexpr, SPEC: gl.constexpr, IS_SPEC: gl.constexpr,
+    PREFETCH_TILE: gl.constexpr,
 ):  # fmt: skip
     """Online softmax over `count` tiles. Copies for the next output start before this output ends.
 
@@ -416,10 +416,10 @@ def _listed_blocks(
 def lean_sm90_kernel(
     q_ptr, k_desc, v_desc, k_long, v_long, seq_lens_ptr, out_ptr, out_lse_ptr, spec_out_ptr, spec_lse_ptr, epoch_ptr,
     o_partial_ptr, lse_partial_ptr, gate_ptr, recalled_ptr, block_lse_ptr, num_requests, chunk_size, num_blocks,
-    qk_scale, HKV: gl.constexpr, HEADS_PER_KV: gl.constexpr, HEADS_PAD: gl.constexpr, D: gl.constexpr, HEAD_DIM: gl.constexpr,
-    PROGRAMS: gl.constexpr, B_PAD: gl.constexpr, BLOCK_N: gl.constexpr, LONG: gl.constexpr, STAGES: gl.constexpr,
-    SPEC: gl.constexpr, SPEC_PARTS: gl.constexpr, RECALL: gl.constexpr, RECALL_PARTS: gl.constexpr,
-    PHASE: gl.constexpr, PDL: gl.constexpr, READ_LENGTHS_EARLY: gl.constexpr,
+    qk_scale, HKV: gl.constexpr, HEADS_PER_KV: gl.constexpr, HEADS_PAD: gl.constexpr, D: gl.constexpr,
+    HEAD_DIM: gl.constexpr, PROGRAMS: gl.constexpr, B_PAD: gl.constexpr, BLOCK_N: gl.constexpr, LONG: gl.constexpr,
+    STAGES: gl.constexpr, SPEC: gl.constexpr, SPEC_PARTS: gl.constexpr, RECALL: gl.constexpr,
+    RECALL_PARTS: gl.constexpr, PHASE: gl.constexpr, PDL: gl.constexpr, READ_LENGTHS_EARLY: gl.constexpr,
 ):  # fmt: skip
     """Write the partials, and with speculation `A~`. Grid [PROGRAMS].
 

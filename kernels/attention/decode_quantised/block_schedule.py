@@ -28,7 +28,15 @@ from alspec.kernels.attention.decode.tile_schedule import PREDICTOR, REST, recal
 from alspec.kernels.common.device import inverse_of_sum
 from alspec.kernels.kv_codec.flashq.record import TOKENS
 
-__all__ = ["build_schedule", "item_blocks", "pick", "program_of_tile", "recall_part_tiles", "run_start", "spec_items_before"]
+__all__ = [
+    "build_schedule",
+    "item_blocks",
+    "pick",
+    "program_of_tile",
+    "recall_part_tiles",
+    "run_start",
+    "spec_items_before",
+]
 
 # Costs in tiles: of A~ beyond its blocks (its tail, and sending it), and of a tail without speculation.
 SPEC_TILES = tl.constexpr(3)

@@ -99,7 +99,13 @@ def _with_listed(blocks, list_ptr, recall_part, is_recall, RECALL: tl.constexpr,
     )
     count = tl.where(is_recall, tl.sum((listed >= 0).to(tl.int32), 0), blocks[3])
     # `blocks[1]` is only a hint for prefetching scales here.
-    return tl.where(is_recall, 0, blocks[0]), tl.where(is_recall, 0, blocks[1]), blocks[2], count, (list_ptr + first, is_recall)
+    return (
+        tl.where(is_recall, 0, blocks[0]),
+        tl.where(is_recall, 0, blocks[1]),
+        blocks[2],
+        count,
+        (list_ptr + first, is_recall),
+    )
 
 
 @triton.jit
@@ -153,8 +159,9 @@ def program_work(
 @triton.jit
 def _attend_item(
     buffers, parity, query_parity, q_ptr, output, qk_scale, records, width, scales, blocks, block_lse, tail,
-    tail_scale_ptr, has_tail, tail_tokens, cutoff, FORMAT: tl.constexpr, HEADS_PER_KV: tl.constexpr, HEADS: tl.constexpr,
-    WARPS: tl.constexpr, D: tl.constexpr, SAS: tl.constexpr, BULK: tl.constexpr, BULK_Q: tl.constexpr,
+    tail_scale_ptr, has_tail, tail_tokens, cutoff, FORMAT: tl.constexpr, HEADS_PER_KV: tl.constexpr,
+    HEADS: tl.constexpr, WARPS: tl.constexpr, D: tl.constexpr, SAS: tl.constexpr, BULK: tl.constexpr,
+    BULK_Q: tl.constexpr,
 ):  # fmt: skip
     """Attention of one work item: its tail if it has one, then its blocks.
 
@@ -400,7 +407,7 @@ def quantised_combine_kernel(
     SPEC_PARTS: tl.constexpr,
     RECALL: tl.constexpr,
     RECALL_PARTS: tl.constexpr,
-    PHASE: tl.constexpr,  # phase of the attention kernel; PREDICTOR: write A~, which has parts that nobody else combines
+    PHASE: tl.constexpr,  # phase of the attention kernel; PREDICTOR: combine the parts of A~
     PDL: tl.constexpr,
 ):
     """Combine the partials of the attention kernel. Grid [B Hkv HEADS_PER_KV SLICES]."""
