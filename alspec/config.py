@@ -395,9 +395,10 @@ class EvaluateConfig(CommandConfig, EngineConfig):
         default=("codebook",),
         description="codes of values of turboquant and hybrid; uniform: each token has a scale and a zero",
     )
-    recall_blocks: Several[Annotated[Int, Field(ge=0)]] = Field(
-        default=(0,),
-        description="numbers of blocks of 64 tokens that A~ also reads: the heaviest for earlier tokens; such as 0,16",
+    recall_counts: Several[Annotated[Int, Field(ge=0, le=MAX_RECALL_BLOCKS)]] | None = Field(
+        default=None,
+        description="numbers of recalled blocks to measure, such as 0,16,32; 0: sink and window alone (default: as "
+        "--predictor says)",
     )
     rows: FilePath | None = Field(default=None, description="append one JSON line for each value to this file")
     plot: FilePath | None = Field(

@@ -194,11 +194,11 @@ class DecodeAttention:
         self._launch(q, layer, seq_lens, None)
         return self._out
 
-    def predict(self, q: Tensor, layer: CacheLayer, seq_lens: Tensor, index: int) -> Tensor:
+    def predict(self, q: Tensor, layer: CacheLayer, seq_lens: Tensor, index: int = 0) -> Tensor:
         """Compute `A~` over sink, window and recalled blocks.
 
         Args:
-            q, layer, seq_lens: as for `full`.  index: of the layer.
+            q, layer, seq_lens: as for `full`.  index: of the layer, whose list is read with recalled blocks.
         Returns:
             As for `full`.
         """
@@ -218,7 +218,7 @@ class DecodeAttention:
             self._spec_out, _ = combine_partials(*(torch.stack(part) for part in parts))
         return self._spec_out
 
-    def verify(self, q: Tensor, layer: CacheLayer, seq_lens: Tensor, index: int) -> tuple[Tensor, Tensor]:
+    def verify(self, q: Tensor, layer: CacheLayer, seq_lens: Tensor, index: int = 0) -> tuple[Tensor, Tensor]:
         """Complete the last `A~` to `A`; arguments as for `predict`.
 
         Returns:

@@ -20,7 +20,7 @@ from alspec.kernels.attention.decode.tile_schedule import KV_BLOCK, token_ranges
 from alspec.kernels.common.jit_launch import jit_launch
 from alspec.predictor import KV_TILE, predictor_ranges, recall_lists
 
-__all__ = ["RecallState", "choose_recall_lists", "recall_lists_ref"]
+__all__ = ["RecallState", "choose_recall_lists", "recall_bytes", "recall_lists_ref"]
 
 NO_BLOCK = tl.constexpr(2**31 - 1)  # sorts behind every block
 
@@ -60,6 +60,12 @@ class RecallState:
     def buffers(self, layer: int) -> RecallBuffers:
         """What attention over a layer reads and writes."""
         return RecallBuffers(self.lists[layer], self.block_lse[layer])
+
+
+def recall_bytes(num_layers: int, num_qo_heads: int, num_kv_heads: int, capacity: int, recall_blocks: int) -> int:
+    """Bytes of `RecallState` for one request: lists, weights of blocks and lse of all layers."""
+    weights = -(-capacity // KV_TILE) * 4 * num_qo_heads
+    return 4 * num_layers * (num_kv_heads * recall_blocks + weights + num_qo_heads)
 
 
 def recall_lists_ref(block_lse: Tensor, lse: Tensor, seq_lens: Tensor, chunk_size: int, count: int) -> Tensor:

@@ -189,7 +189,7 @@ class Engine:
         codec = self.config.kv_cache
         memory = check_fits(
             config, placement.shard, self.dtype, batch_size, max_context, available, codec, self.device.type,
-            self.config.kv_protect,
+            self.config.kv_protect, self.config.speculation.recalled if self.mode != "off" else 0,
         )  # fmt: skip
         if "cache" in vars(self):
             # Free the graph, then the cache that it refers to, before the new cache is allocated.
