@@ -34,6 +34,7 @@ from alspec.field_types import (
     TokenIds,
     Tokens,
 )
+from alspec.predictor import MAX_RECALL_BLOCKS
 from alspec.sas import Softmax
 
 __all__ = [
@@ -61,6 +62,7 @@ __all__ = [
 ]
 
 SpeculationMode = Literal["auto", "off", "paired", "simulated"]
+Predictor = Literal["window", "recall"]
 KVCacheCodec = Literal[
     "bf16", "turbo4", "turbo2", "turbo-mixed", "turboquant4", "turboquant3", "turboquant2",
     "hybrid-k4v3", "hybrid-k4v2", "hybrid-k3v2",
@@ -96,9 +98,22 @@ class SpeculationConfig(Schema):
     )
     chunk_size: ChunkSize = Field(
         default=128,
-        description="S: tokens in the sink, and in the window of recent tokens; 128, 256 or 512",
+        description="S: tokens in the sink, and in the window of recent tokens; 128, 256, 512 or 1024",
         json_schema_extra={"flag": "chunk"},
     )
+    predictor: Predictor = Field(
+        default="window",
+        description="what A~ reads; window: sink and window; recall: also the blocks of 64 tokens that were heaviest "
+        "for the last token",
+    )
+    recall_blocks: Int = Field(
+        default=16, ge=1, le=MAX_RECALL_BLOCKS, description="blocks that --predictor recall reads for each KV head"
+    )
+
+    @property
+    def recalled(self) -> int:
+        """Blocks that `A~` reads beside sink and window; 0 without recall."""
+        return self.recall_blocks if self.predictor == "recall" else 0
 
     @model_validator(mode="before")
     @classmethod
@@ -380,9 +395,10 @@ class EvaluateConfig(CommandConfig, EngineConfig):
         default=("codebook",),
         description="codes of values of turboquant and hybrid; uniform: each token has a scale and a zero",
     )
-    recall_blocks: Several[Annotated[Int, Field(ge=0)]] = Field(
-        default=(0,),
-        description="numbers of blocks of 64 tokens that A~ also reads: the heaviest for earlier tokens; such as 0,16",
+    recall_counts: Several[Annotated[Int, Field(ge=0, le=MAX_RECALL_BLOCKS)]] | None = Field(
+        default=None,
+        description="numbers of recalled blocks to measure, such as 0,16,32; 0: sink and window alone (default: as "
+        "--predictor says)",
     )
     rows: FilePath | None = Field(default=None, description="append one JSON line for each value to this file")
     plot: FilePath | None = Field(

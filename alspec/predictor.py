@@ -1,12 +1,13 @@
 """Which tokens the speculative attention `A~` reads: the sink, the recent window, and blocks that are recalled.
 
-Attention is steady from token to token: the blocks that were heavy for the last tokens are heavy for this one, too. The
+Attention is steady from token to token: the blocks that were heavy for the last token are heavy for this one, too. The
 full attention, which verifies `A~`, reads everything and so knows the *mass* of every block of 64 tokens:
 
     mass(block) = max over the query heads of a KV head of sum_{t in block} w_t,   w = softmax weights over all tokens
-    M <- 0.8 M + mass                                                           (running mass, after each token)
 
-`A~` of the next token also reads the blocks with the largest M between sink and window. Ours.
+The heaviest blocks between sink and window are the *recall list* of a KV head, which `A~` of the next token also reads.
+A list is chosen from one token's masses: a running mean over tokens is accepted for less than one point more layers,
+and every rank of a pair would have to follow it. Ours.
 """
 
 from __future__ import annotations
@@ -17,19 +18,20 @@ from torch import Tensor
 __all__ = [
     "CHUNK_SIZES",
     "KV_TILE",
-    "RECALL_DECAY",
+    "MAX_RECALL_BLOCKS",
     "block_masses",
     "predictor_ranges",
     "first_lossy_length",
+    "recall_lists",
     "recalled_blocks",
 ]
 
 KV_TILE = 64
 """Tokens; the window starts on a multiple of it."""
-CHUNK_SIZES = (128, 256, 512)
+CHUNK_SIZES = (128, 256, 512, 1024)
 """Supported values of S, tokens."""
-RECALL_DECAY = 0.8
-"""Factor of the running mass of blocks from one token to the next."""
+MAX_RECALL_BLOCKS = 128
+"""Most blocks of a recall list."""
 
 
 def first_lossy_length(chunk_size: int) -> int:
@@ -89,8 +91,8 @@ def recalled_blocks(mass: Tensor, sink_end: Tensor, window_start: Tensor, count:
     Between sink and window there are whole blocks only, because both ends are multiples of 64 there.
 
     Args:
-        mass: [..., NB], running masses.
-        sink_end, window_start: [...] or shapes that broadcast to it, from `predictor_ranges`.
+        mass: [..., NB], masses of one token's full attention.
+        sink_end, window_start: [...] or shapes that broadcast to it, from `predictor_ranges` at that token.
         count: most blocks of each row.
     Returns:
         [..., NB] bool; fewer than `count` where there are fewer blocks.
@@ -101,3 +103,20 @@ def recalled_blocks(mass: Tensor, sink_end: Tensor, window_start: Tensor, count:
     order = mass.masked_fill(~is_between, -1.0).sort(dim=-1, descending=True, stable=True).indices
     chosen = torch.zeros_like(is_between).scatter(-1, order[..., :count], True)
     return chosen & is_between
+
+
+def recall_lists(mass: Tensor, sink_end: Tensor, window_start: Tensor, count: int) -> Tensor:
+    """`recalled_blocks` as lists: the blocks in ascending order, then -1.
+
+    Args:
+        As for `recalled_blocks`.
+    Returns:
+        [..., count] int32.
+    """
+    chosen = recalled_blocks(mass, sink_end, window_start, count)
+    num_blocks = mass.shape[-1]
+    index = torch.arange(num_blocks, device=mass.device).expand(chosen.shape)
+    ascending = index.masked_fill(~chosen, num_blocks).sort(dim=-1).values[..., :count]
+    lists = ascending.new_full((*chosen.shape[:-1], count), -1)
+    lists[..., : ascending.shape[-1]] = ascending.masked_fill(ascending == num_blocks, -1)
+    return lists.int()

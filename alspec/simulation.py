@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from alspec.predictor import KV_TILE, RECALL_DECAY, block_masses, predictor_ranges, recalled_blocks
+from alspec.predictor import KV_TILE, block_masses, predictor_ranges, recalled_blocks
 from alspec.priority import INITIAL_PRIORITY, Priority, after_handover, after_verdict, sender, skips_compute
 from alspec.verdict import accepts, distance_sums, layer_verdict
 
@@ -48,7 +48,7 @@ class SimulatedStep:
     priority: Priority
     """Priorities after the last layer: its sender holds `x`."""
     masses: list[Tensor]
-    """L x [B, Hkv, NB]: running masses of blocks after this token; empty without `recall_blocks`."""
+    """L x [B, Hkv, NB]: masses of blocks in this token's full attention; empty without `recall_blocks`."""
 
 
 def simulate_step(
@@ -82,7 +82,7 @@ def simulate_step(
         live: [B] bool, requests that count in the layer's verdict; all if not given.
         priority: priorities at the start of the step.
         recall_blocks: blocks of 64 tokens that `A~` of a KV head reads beside sink and window (predictor.py).
-        masses: with `recall_blocks`, L x [B, Hkv, NB], the running masses before this token.
+        masses: with `recall_blocks`, L x [B, Hkv, NB], the masses of the token before.
 
     Returns:
         See `SimulatedStep`.
@@ -116,7 +116,7 @@ def simulate_step(
         full_out = attend(q, keys, values, every_token, sm_scale)
         if recall_blocks:
             spec_out = _attend_recalling(q, keys, values, seq_lens, masses[layer], recall_blocks, chunk_size, sm_scale)
-            new_masses.append(RECALL_DECAY * masses[layer] + _masses(q, keys, lengths, masses[layer], sm_scale))
+            new_masses.append(_masses(q, keys, lengths, masses[layer], sm_scale))
         else:
             spec_out = attend(q, keys, values, spec_tokens, sm_scale)
         request_accepts = accepts(distance_sums(spec_out, full_out), threshold)
@@ -198,7 +198,7 @@ def _attend_recalling(
 ) -> Tensor:
     """`A~` over sink, window and the recalled blocks, which each KV head has of its own."""
     heads_per_kv = q.shape[1] // k.shape[1]
-    sink_end, window_start = predictor_ranges(seq_lens, chunk_size)
+    sink_end, window_start = predictor_ranges(seq_lens - 1, chunk_size)
     chosen = recalled_blocks(mass, sink_end[:, None], window_start[:, None], count)
     outs = []
     for head in range(k.shape[1]):

@@ -127,8 +127,9 @@ def _check_effects(config: EvaluateConfig) -> None:
         "qjl": (has_keys, "only TurboQuant's keys have a sketch; add a turboquant codec to --codecs"),
         "value_quantisers": (has_values, "only for TurboQuant's values; add a turboquant or hybrid codec to --codecs"),
         "depths": (config.needles > 0, "only needles have a depth; give --needles"),
+        "predictor": (config.recall_counts is None, "--recall-counts names the numbers of blocks; add it there"),
     }
-    given, default = (vars(one) | {"threshold": one.speculation.threshold} for one in (config, EvaluateConfig()))
+    given, default = (vars(one) | vars(one.speculation) for one in (config, EvaluateConfig()))
     for name, (has_effect, reason) in effects.items():
         if given[name] != default[name] and not has_effect:
             raise UserError(f"flags: --{name.replace('_', '-')}: {reason}, or leave it out")
@@ -171,7 +172,7 @@ def _caches(config: EvaluateConfig) -> list[CacheSetting]:
         (correction == "on" for correction in config.norm_corrections),
         config.qjl,
         config.value_quantisers,
-        config.recall_blocks,
+        config.recall_counts or (config.speculation.recalled,),
     )
     default = CacheSetting()
     caches = []

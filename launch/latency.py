@@ -342,10 +342,11 @@ def _row(
 
 
 def _speculation_of(config: LatencyConfig, mode: str) -> dict[str, Any]:
-    """lambda and S; empty in mode off. JSON has no infinity, so an infinite lambda is a string."""
+    """lambda, S and recalled blocks; empty in mode off. JSON has no infinity, so an infinite lambda is a string."""
     if mode == "off":
         return {}
-    return config.speculation.model_dump(mode="json", include={"threshold", "chunk_size"})
+    recalled = {"recall_blocks": config.speculation.recalled} if config.speculation.recalled else {}
+    return config.speculation.model_dump(mode="json", include={"threshold", "chunk_size"}) | recalled
 
 
 def _sampling_of(sampling: SamplingConfig) -> dict[str, Any]:

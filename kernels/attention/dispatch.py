@@ -6,6 +6,7 @@ CPU tensors: PyTorch, on dequantised K and V if the cache is quantised. CUDA ten
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -24,11 +25,19 @@ from alspec.kernels.attention.decode_quantised.quantised_decode import (
     quantised_settings,
     quantised_spec_parts,
 )
-from alspec.kernels.attention.torch_attention import decode_attention, predictor_attention, verify_attention
+from alspec.kernels.attention.recall import RecallState, choose_recall_lists
+from alspec.kernels.attention.torch_attention import (
+    combine_partials,
+    decode_attention,
+    predictor_attention,
+    verify_attention,
+)
+from alspec.kernels.attention.torch_recall import recalled_attention, rest_block_lse
 from alspec.kernels.common.jit_launch import num_sms
 from alspec.kernels.kv_codec.codec_reference import kv_dequantize
 from alspec.kernels.kv_codec.quantised_layer import QuantisedLayer
 from alspec.sas import Softmax
+from alspec.verdict import distance_sums
 
 __all__ = [
     "CacheLayer",
@@ -136,18 +145,27 @@ def attend_workspaces(
 class DecodeAttention:
     """Attention of one new token per request. Owns the scratch memory that its launches share.
 
-    A speculative layer calls `predict`, may send the result, and then calls `verify` with the same arguments.
+    A speculative layer calls `predict`, may send the result, and then calls `verify` with the same arguments. With
+    recalled blocks it then calls `recall`, which chooses the layer's blocks for the next token.
 
     Args:
         layers: all layers of the cache; they give the shapes and the codecs.
+        recall: lists of all layers; None: `A~` reads sink and window.
 
     Shapes: B requests, Hq and Hkv this rank's query and KV heads, D head_dim, N cache capacity.
     """
 
     def __init__(
-        self, layers: Sequence[CacheLayer], num_qo_heads: int, chunk_size: int, sm_scale: float, device: torch.device
+        self,
+        layers: Sequence[CacheLayer],
+        num_qo_heads: int,
+        chunk_size: int,
+        sm_scale: float,
+        device: torch.device,
+        recall: RecallState | None = None,
     ) -> None:
         self._chunk_size = chunk_size
+        self._layers, self._recall = layers, recall
         self._sm_scale = sm_scale
         self._is_cuda = device.type == "cuda"
         if not self._is_cuda:
@@ -176,38 +194,83 @@ class DecodeAttention:
         self._launch(q, layer, seq_lens, None)
         return self._out
 
-    def predict(self, q: Tensor, layer: CacheLayer, seq_lens: Tensor) -> Tensor:
-        """Compute `A~` over sink and window; arguments and result as for `full`."""
-        if not self._is_cuda:
-            self._kv = _dense_kv(layer, seq_lens)
-            self._spec_out, self._spec_lse = predictor_attention(
-                q, *self._kv, seq_lens, self._chunk_size, self._sm_scale, layer.softmax
+    def predict(self, q: Tensor, layer: CacheLayer, seq_lens: Tensor, index: int = 0) -> Tensor:
+        """Compute `A~` over sink, window and recalled blocks.
+
+        Args:
+            q, layer, seq_lens: as for `full`.  index: of the layer, whose list is read with recalled blocks.
+        Returns:
+            As for `full`.
+        """
+        if self._is_cuda:
+            self._launch(q, layer, seq_lens, self._spec_output(index), "predictor", index)
+            return self._spec_out
+        self._kv = _dense_kv(layer, seq_lens)
+        self._window = predictor_attention(
+            q, *self._kv, seq_lens, self._chunk_size, self._sm_scale, layer.softmax
+        )  # the partial over sink and window
+        self._spec_out = self._window[0]
+        if self._recall is not None:
+            recalled = recalled_attention(
+                q, *self._kv, seq_lens, self._recall.lists[index], self._sm_scale, layer.softmax
             )
-        else:
-            self._launch(q, layer, seq_lens, self._speculation, "predictor")
+            parts = zip(self._window, recalled, strict=True)
+            self._spec_out, _ = combine_partials(*(torch.stack(part) for part in parts))
         return self._spec_out
 
-    def verify(self, q: Tensor, layer: CacheLayer, seq_lens: Tensor) -> tuple[Tensor, Tensor]:
-        """Complete the last `A~` to `A`; arguments as for `full`.
+    def verify(self, q: Tensor, layer: CacheLayer, seq_lens: Tensor, index: int = 0) -> tuple[Tensor, Tensor]:
+        """Complete the last `A~` to `A`; arguments as for `predict`.
 
         Returns:
             full_out: as for `full`.  sums: [B, 2] fp32, (dist2, norm2).
         """
-        if not self._is_cuda:
-            verified = verify_attention(
-                q, *self._kv, seq_lens, self._spec_out, self._spec_lse, self._chunk_size, self._sm_scale,
-                layer.softmax,
-            )  # fmt: skip
-            del self._kv  # a whole dequantised layer: do not hold two at a time
-            return verified
-        self._launch(q, layer, seq_lens, self._speculation, "rest")
-        return self._out, self._speculation.sums.sum(1)
+        if self._is_cuda:
+            speculation = self._spec_output(index)
+            self._launch(q, layer, seq_lens, speculation, "rest", index)
+            return self._out, speculation.sums.sum(1)
+        args = q, *self._kv, seq_lens
+        full_out, lse = verify_attention(*args, *self._window, self._chunk_size, self._sm_scale, layer.softmax)
+        if self._recall is not None:
+            self._recall.lse[index] = lse
+            rest_block_lse(
+                q, self._kv[0], seq_lens, self._chunk_size, self._sm_scale, layer.softmax, self._recall.block_lse[index]
+            )
+        del self._kv  # a whole dequantised layer: do not hold two at a time
+        return full_out, distance_sums(self._spec_out, full_out)
+
+    def recall(self, seq_lens: Tensor, index: int) -> None:
+        """Choose the blocks of layer `index` for the next token, after `verify` at lengths `seq_lens`."""
+        if self._recall is not None:
+            choose_recall_lists(self._recall, seq_lens, self._chunk_size, slice(index, index + 1))
+
+    def recall_prompts(self, queries: Tensor, seq_lens: Tensor) -> None:
+        """Choose the blocks of all layers for the token after prompts of `seq_lens` tokens.
+
+        queries: [L, B, Hq, D], of the last token of each prompt.
+        """
+        for index, (q, layer) in enumerate(zip(queries, self._layers, strict=True)):
+            self.predict(q, layer, seq_lens, index)
+            self.verify(q, layer, seq_lens, index)
+            self.recall(seq_lens, index)
+
+    def _spec_output(self, index: int) -> SpecOutput:
+        if self._recall is None:
+            return self._speculation
+        return replace(self._speculation, recall=self._recall.buffers(index))
 
     def _launch(
-        self, q: Tensor, layer: CacheLayer, seq_lens: Tensor, speculation: SpecOutput | None, phase: Phase = "all"
+        self,
+        q: Tensor,
+        layer: CacheLayer,
+        seq_lens: Tensor,
+        speculation: SpecOutput | None,
+        phase: Phase = "all",
+        index: int = 0,
     ) -> None:
-        workspace = self._workspaces[type(layer)]
-        attend(q, layer, seq_lens, self._sm_scale, workspace, self._out, self._lse, speculation, phase)
+        workspace, lse = self._workspaces[type(layer)], self._lse
+        if speculation is not None and self._recall is not None:
+            lse = self._recall.lse[index]
+        attend(q, layer, seq_lens, self._sm_scale, workspace, self._out, lse, speculation, phase)
 
 
 def _dense_kv(layer: CacheLayer, seq_lens: Tensor) -> tuple[Tensor, Tensor]:

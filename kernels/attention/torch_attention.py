@@ -20,13 +20,14 @@ from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_fla
 from alspec.kernels.kv_codec.flashq.quantize import dequantize
 from alspec.predictor import KV_TILE, predictor_ranges
 from alspec.sas import Softmax, cutoff, sas_softmax
-from alspec.verdict import distance_sums
 
 __all__ = [
     "QUERIES_AT_ONCE",
     "SCORES_AT_ONCE",
     "SCORE_BYTES",
+    "attend_tokens",
     "decode_attention",
+    "decode_weights",
     "dequantized_prefill_attention",
     "combine_partials",
     "newest_causal_mask",
@@ -47,23 +48,35 @@ QUERIES_AT_ONCE = 256  # at least this many queries at once after a prefix; fewe
 WHOLE_CHUNK = 4096  # tokens; cuDNN gets only prompt chunks of a multiple of this
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, sm_scale: float, softmax: Softmax, seq_len: int) -> tuple[Tensor, Tensor]:
-    """One request's partial: q [Hq, D], k, v [Hkv, n, D] -> o [Hq, D] fp32, lse [Hq] fp32; n = 0 gives (0, -inf).
+def decode_weights(q: Tensor, k: Tensor, sm_scale: float, softmax: Softmax, seq_len: int) -> tuple[Tensor, Tensor]:
+    """Softmax weights of one request over some of its tokens.
 
     The SAS cutoff is that for all `seq_len` tokens of the request. It then bounds the mass that the combined output
     lacks, because the maximum over some tokens is not above the maximum over all.
+
+    Args:
+        q: [Hq, D].  k: [Hkv, n, D], n > 0.
+    Returns:
+        weights: [Hkv, Hq / Hkv, n] fp32, of sum 1.  lse: [Hkv, Hq / Hkv] fp32, base 2.
     """
-    num_kv_heads, num_tokens, head_dim = k.shape
     # The query heads of one KV head are the rows of one product, so K and V are read once.
-    rows = q.reshape(num_kv_heads, -1, head_dim)
-    if num_tokens == 0:
-        return q.new_zeros(q.shape, dtype=torch.float32), q.new_full(q.shape[:1], -math.inf, dtype=torch.float32)
+    rows = q.reshape(k.shape[0], -1, k.shape[2])
     scores = rows.float() @ k.float().transpose(1, 2) * sm_scale
     if softmax == "sas":
         weights, log_sum = sas_softmax(scores, cutoff(seq_len))
     else:
         weights, log_sum = torch.softmax(scores, dim=-1), torch.logsumexp(scores, dim=-1)
-    return (weights @ v.float()).flatten(0, 1), (log_sum * LOG2E).flatten()
+    return weights, log_sum * LOG2E
+
+
+def attend_tokens(
+    q: Tensor, k: Tensor, v: Tensor, sm_scale: float, softmax: Softmax, seq_len: int
+) -> tuple[Tensor, Tensor]:
+    """One request's partial: q [Hq, D], k, v [Hkv, n, D] -> o [Hq, D] fp32, lse [Hq] fp32; n = 0 gives (0, -inf)."""
+    if k.shape[1] == 0:
+        return q.new_zeros(q.shape, dtype=torch.float32), q.new_full(q.shape[:1], -math.inf, dtype=torch.float32)
+    weights, lse = decode_weights(q, k, sm_scale, softmax, seq_len)
+    return (weights @ v.float()).flatten(0, 1), lse.flatten()
 
 
 def decode_attention(
@@ -81,7 +94,7 @@ def decode_attention(
         o: [B, Hq, D] fp32.  lse: [B, Hq] fp32, base 2.
     """
     parts = [
-        _attend(q[b], k_cache[b, :, :n], v_cache[b, :, :n], sm_scale, softmax, n)
+        attend_tokens(q[b], k_cache[b, :, :n], v_cache[b, :, :n], sm_scale, softmax, n)
         for b, n in enumerate(seq_lens.tolist())
     ]
     return torch.stack([o for o, _ in parts]), torch.stack([lse for _, lse in parts])
@@ -123,7 +136,7 @@ def predictor_attention(
     for b, n in enumerate(seq_lens.tolist()):
         spans = [(0, sink_end[b]), (window_start[b], n)]
         k, v = (torch.cat([cache[b, :, i:j] for i, j in spans], dim=1) for cache in (k_cache, v_cache))
-        parts.append(_attend(q[b], k, v, sm_scale, softmax, n))
+        parts.append(attend_tokens(q[b], k, v, sm_scale, softmax, n))
     return torch.stack([o for o, _ in parts]), torch.stack([lse for _, lse in parts])
 
 
@@ -138,22 +151,21 @@ def verify_attention(
     sm_scale: float,
     softmax: Softmax = "exact",
 ) -> tuple[Tensor, Tensor]:
-    """Read the tokens between sink and window, complete `A~` to `A`, and compute the distance of the two.
+    """Read the tokens between sink and window and complete the partial over sink and window to `A`.
 
     Args:
         spec_out, spec_lse: from `predictor_attention`. Others as there.
     Returns:
-        full_out: [B, Hq, D] fp32.  sums: [B, 2] fp32, (dist2, norm2) over this rank's heads.
+        full_out: [B, Hq, D] fp32.  lse: [B, Hq] fp32, base 2.
     Oracle: `speculative_decode_attention_ref`.
     """
     sink_end, window_start = (ends.tolist() for ends in predictor_ranges(seq_lens, chunk_size))
     parts = [
-        _attend(q[b], k_cache[b, :, start:stop], v_cache[b, :, start:stop], sm_scale, softmax, n)
+        attend_tokens(q[b], k_cache[b, :, start:stop], v_cache[b, :, start:stop], sm_scale, softmax, n)
         for b, (start, stop, n) in enumerate(zip(sink_end, window_start, seq_lens.tolist(), strict=True))
     ]
     rest_out, rest_lse = torch.stack([o for o, _ in parts]), torch.stack([lse for _, lse in parts])
-    full_out, _ = combine_partials(torch.stack([spec_out, rest_out]), torch.stack([spec_lse, rest_lse]))
-    return full_out, distance_sums(spec_out, full_out)
+    return combine_partials(torch.stack([spec_out, rest_out]), torch.stack([spec_lse, rest_lse]))
 
 
 def prefill_attention(

@@ -39,6 +39,7 @@ class PairShape:
     num_kv_heads: int
     head_dim: int
     spec_parts: int = 1  # P: partials in which `A~` is sent
+    recall_blocks: int = 0  # blocks of a recall list; 0: there are none
 
     @property
     def message_packets(self) -> int:
@@ -54,6 +55,7 @@ class PairShape:
             layers * self.tp_size * batch * 2,
             layers * self.spec_parts * batch * self.num_qo_heads * self.head_dim,
             layers * self.spec_parts * batch * self.num_qo_heads,
+            -(-layers * batch * self.num_kv_heads * self.recall_blocks // 2),  # two int32 in 8 bytes
         )
         return tuple(-(-size // PACKETS_PER_LINE) * PACKETS_PER_LINE for size in sizes)
 
@@ -67,13 +69,16 @@ class Mailbox:
     sums: Tensor  # [L, T, B, 2] int64: dist2 and norm2 over each rank's heads, from this rank's group
     spec_out: Tensor  # [L, P, B, Hq, D] int64: A~, in partials
     spec_lse: Tensor  # [L, P, B, Hq] int64: lse of each partial, base 2; unused if P = 1
+    # [L, B, Hkv, recall_blocks] int32: recall lists of the next step, plain values: the sender of a layer writes them
+    # behind the exchange of the logits, and they are read behind the barrier of the next step
+    lists: Tensor
 
     @classmethod
     def view(cls, memory: Tensor, shape: PairShape) -> Mailbox:
         """View memory, [sum(shape.field_sizes())] int64, as a mailbox."""
         layers, batch = shape.num_layers, shape.batch_size
         parts, heads = shape.spec_parts, shape.num_qo_heads
-        inbox, verdicts, sums, spec_out, spec_lse = memory.split(shape.field_sizes())
+        inbox, verdicts, sums, spec_out, spec_lse, lists = memory.split(shape.field_sizes())
 
         def cut(packets: Tensor, *sizes: int) -> Tensor:
             return packets[: math.prod(sizes)].view(sizes)
@@ -84,6 +89,7 @@ class Mailbox:
             sums=cut(sums, layers, shape.tp_size, batch, 2),
             spec_out=cut(spec_out, layers, parts, batch, heads, shape.head_dim),
             spec_lse=cut(spec_lse, layers, parts, batch, heads),
+            lists=cut(lists.view(torch.int32), layers, batch, shape.num_kv_heads, shape.recall_blocks),
         )
 
 
@@ -101,6 +107,7 @@ class PairState:
     priority: Tensor  # [2] int32: own group's, other group's
     is_sender: Tensor  # [1] int32
     is_receiver: Tensor  # [1] int32
+    senders: Tensor  # [L] int32: whether this rank's group was the sender of each layer of this step
     # [3, GATE_STRIDE] int32; the first word of each row is the gate, 1 if this group runs the kernels behind it. On a
     # receiver, later gates close if a reject arrives while the receiver computes on A~.
     gates: Tensor
@@ -140,6 +147,7 @@ class PairState:
             priority=torch.zeros(2, dtype=torch.int32, device=device),
             is_sender=torch.zeros(1, dtype=torch.int32, device=device),
             is_receiver=torch.zeros(1, dtype=torch.int32, device=device),
+            senders=torch.zeros(shape.num_layers, dtype=torch.int32, device=device),
             gates=torch.zeros(NUM_GATES, GATE_STRIDE, dtype=torch.int32, device=device),
             barrier=barrier,
             barrier_peers=torch.tensor(list(barrier_addresses), device=device),

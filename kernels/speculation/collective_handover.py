@@ -49,7 +49,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from alspec.kernels.attention.decode.combine import num_sums
-from alspec.kernels.attention.decode.lean_decode import SpecOutput
+from alspec.kernels.attention.decode.lean_decode import RecallBuffers, SpecOutput
 from alspec.kernels.attention.dispatch import CacheLayer
 from alspec.kernels.comm.exchange import Exchange
 from alspec.kernels.comm.pair_state import GATE_STRIDE, PairShape
@@ -106,6 +106,7 @@ class CollectiveHandover:
     # [2, B Hq D + B M, rounded up to a multiple of 4] fp32: for each group A~, then x, k, v
     handover_buffers: Tensor
     residuals: Tensor  # [2, B, hidden] fp32: each group's x after the last layer
+    lists: Tensor  # [2, L, B, Hkv, recall_blocks] int32: each group's recall lists
     sums: Tensor  # [T, B, R, 2] fp32: dist2 and norm2 of parts of heads, from each rank of the group
     verdicts: Tensor  # [2 T, B + 1] int32, a row from each rank of the job: each request's verdict, then the layer's
     # [3, L + 1, GATE_STRIDE] int32: is_sender, is_receiver, recompute; the gate is the first word of each row
@@ -130,6 +131,7 @@ class CollectiveHandover:
             group=group,
             handover_buffers=new(2, -(-size // 4) * 4),
             residuals=new(2, batch, shape.hidden_size),
+            lists=new(2, shape.num_layers, batch, shape.num_kv_heads, shape.recall_blocks, dtype=torch.int32),
             sums=new(shape.tp_size, batch, num_sums(batch, shape.num_qo_heads, shape.head_dim), 2),
             verdicts=new(2 * shape.tp_size, batch + 1, dtype=torch.int32),
             gate_buffer=gate_buffer,
@@ -150,12 +152,20 @@ class CollectiveHandover:
         """[B, R, 2] fp32: this rank's part of `sums`."""
         return self.sums[self.spec_branch.tp_rank]
 
-    def spec_output(self, chunk_size: int) -> SpecOutput:
-        """Return where attention writes: `A~` into this group's handover buffer, the sums into `own_sums`."""
+    def layer_senders(self) -> Tensor:
+        """[L] int32: whether this rank's group was the sender of each layer of this step."""
+        return self.gate_buffer[0, :-1, 0]
+
+    def spec_output(self, chunk_size: int, recall: RecallBuffers | None = None) -> SpecOutput:
+        """Return where attention writes: `A~` into this group's handover buffer, the sums into `own_sums`.
+
+        recall: recalled blocks of the layer.
+        """
         spec_out, shape = self.handover_parts(self.group)[0], self.shape
         return SpecOutput(
-            chunk_size, spec_out.view(shape.batch_size, shape.num_qo_heads, shape.head_dim), self.own_sums
-        )
+            chunk_size, spec_out.view(shape.batch_size, shape.num_qo_heads, shape.head_dim), self.own_sums,
+            recall=recall,
+        )  # fmt: skip
 
     def handover_parts(self, group: int) -> tuple[Tensor, Tensor]:
         """A group's handover buffer as `A~` [B, Hq D], and x, k and v [B, M]."""

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from alspec.kernels.attention.decode.lean_decode import SpecOutput
+from alspec.kernels.attention.decode.lean_decode import RecallBuffers, SpecOutput
 from alspec.kernels.attention.dispatch import CacheLayer, KVLayer
 from alspec.kernels.comm.ll_packets import wait_packets
 from alspec.kernels.comm.pair_state import PairState
@@ -63,16 +63,20 @@ def store_message(
         tl.store(tail_ptr + (row * TOKENS + position % TOKENS) * D + c % D, q1.to(tl.int8), mask=is_k | is_v)
 
 
-def pair_spec_output(pair: PairState, layer: int, chunk_size: int, sums: Tensor) -> SpecOutput:
+def pair_spec_output(
+    pair: PairState, layer: int, chunk_size: int, sums: Tensor, recall: RecallBuffers | None = None
+) -> SpecOutput:
     """Return where a sender's attention writes `A~` (the paired rank's mailbox) and the sums for the verdict.
 
     Args:
         sums: [B, R, 2] fp32, written: (dist2, norm2) of slices of heads.
+        recall: recalled blocks of the layer.
     """
     mailbox, in_parts = pair.paired, pair.shape.spec_parts > 1
     return SpecOutput(
-        chunk_size, mailbox.spec_out[layer], sums, pair.exchange.epoch, mailbox.spec_lse[layer] if in_parts else None
-    )
+        chunk_size, mailbox.spec_out[layer], sums, pair.exchange.epoch, mailbox.spec_lse[layer] if in_parts else None,
+        recall,
+    )  # fmt: skip
 
 
 def cache_args(cache: CacheLayer) -> tuple[Tensor | int | None, ...]:

@@ -107,6 +107,7 @@ def _update_roles_kernel(
     priority_ptr,  # [2] int32
     is_sender_ptr,  # [1] int32
     is_receiver_ptr,  # [1] int32
+    senders_ptr,  # [L] int32
     gates_ptr,  # [3, GATE_STRIDE] int32
     hits_ptr,  # [L, B] int32
     epoch_ptr,  # [1] int32
@@ -136,6 +137,7 @@ def _update_roles_kernel(
     is_sender = own > other
     tl.store(is_sender_ptr, is_sender.to(tl.int32))
     tl.store(is_receiver_ptr, 1 - is_sender.to(tl.int32))
+    tl.store(senders_ptr + layer, is_sender.to(tl.int32), mask=layer < num_layers)
     # While handing over: sender 2, receiver 1. After the last layer: sender 2, receiver 0. Both groups then get the
     # right x, so the last sender starts the next step.
     receiver = tl.where(layer == num_layers, 0, 1)
@@ -148,8 +150,9 @@ def _update_roles_kernel(
 def update_roles(pair: PairState, layer: int, hits: Tensor, timeout_ns: int) -> None:
     """Set this layer's roles from the verdict on the previous layer.
 
-    Writes `is_sender`, `is_receiver`, the gates, and the priorities that hold during the handover. The receiver of the
-    previous layer waits for the verdict, at most `timeout_ns`; a late verdict counts as a reject. With `layer = L`,
+    Writes `is_sender`, `is_receiver`, the layer's `senders`, the gates, and the priorities that hold during the
+    handover. The receiver of the previous layer waits for the verdict, at most `timeout_ns`; a late verdict counts as a
+    reject. With `layer = L`,
     after the last layer, `is_sender` and `is_receiver` say who sends x in `receive_residual`, and the priorities are
     already those of the next step. Rules: `alspec.priority`.
 
@@ -160,7 +163,7 @@ def update_roles(pair: PairState, layer: int, hits: Tensor, timeout_ns: int) -> 
     """
     shape, exchange = pair.shape, pair.exchange
     compiled = jit_launch(_update_roles_kernel, (1,))(
-        pair.own.verdicts, pair.priority, pair.is_sender, pair.is_receiver, pair.gates, hits,
+        pair.own.verdicts, pair.priority, pair.is_sender, pair.is_receiver, pair.senders, pair.gates, hits,
         exchange.epoch, exchange.fault, layer, shape.num_layers, timeout_ns, pair.late_fault(max(layer - 1, 0)),
         B=shape.batch_size, P=triton.next_power_of_2(shape.batch_size + 1), num_warps=1,
         **pdl_options(hits.device),

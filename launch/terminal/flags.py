@@ -283,10 +283,15 @@ def cuts_without_effect(config: ChoiceConfig) -> list[str]:
 
 
 def speculation_without_effect(config: EngineConfig, advice: str) -> list[str]:
-    """Return notices: `--threshold` and `--chunk` have no effect in mode off. Call it only in mode off."""
+    """Return notices: settings of speculation have no effect in mode off. Call it only in mode off."""
     default, own = SpeculationConfig(), config.speculation
-    changed = (("--threshold", own.threshold != default.threshold), ("--chunk", own.chunk_size != default.chunk_size))
-    given = [flag for flag, is_changed in changed if is_changed]
+    flags = {
+        "threshold": "threshold",
+        "chunk_size": "chunk",
+        "predictor": "predictor",
+        "recall_blocks": "recall-blocks",
+    }
+    given = [f"--{flag}" for name, flag in flags.items() if getattr(own, name) != getattr(default, name)]
     if not given:
         return []
     return [f"{' and '.join(given)} without effect: mode off does not speculate; {advice}"]

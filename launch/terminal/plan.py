@@ -119,7 +119,8 @@ def print_plan(config: GenerateConfig) -> None:
             if config.kv_cache == "turbo-mixed" and tp_size >= model.num_kv_heads:
                 continue  # a rank would have one KV head; turbo-mixed needs two
             codec, protect, shard = config.kv_cache, config.kv_protect, Shard(0, tp_size, 0, world_size)
-            plan = plan_memory(model, shard, dtype, 1, context, codec, "cuda", protect)
+            recalled = config.speculation.recalled if mode == "paired" else 0
+            plan = plan_memory(model, shard, dtype, 1, context, codec, "cuda", protect, recalled)
             costs = step_costs(model, world_size, num_groups, dtype, context, codec, protect)
             step_us = tp_step_us(costs) if mode == "off" else speculative_step_us(costs, PREDICTED_HIT_RATE)
             off_us = step_us if mode == "off" else off_us

@@ -15,6 +15,7 @@ from torch import Tensor
 from alspec.config import SamplingConfig
 from alspec.errors import RankFailureError
 from alspec.interrupts import interrupts_wait
+from alspec.kernels.attention.dispatch import DecodeAttention
 from alspec.kernels.common.jit_launch import compiling
 from alspec.kernels.sampling.next_token import RING_HEADER, RING_STEPS, finish_step
 from alspec.runtime.decode.captured_choice import CapturedChoice, ChoiceKinds
@@ -62,10 +63,27 @@ class CapturedStep:
         # NumPy views, because the device writes this memory without PyTorch's knowledge.
         self._ring_view, self._stamps_view = self._ring.numpy(), self._stamps.numpy()
         self._hits_ring = None if speculation is None else self._pinned(RING_STEPS, *speculation.hits.shape)
+        self.prompt_queries: Tensor | None = None
+        self._prompt_attention: DecodeAttention | None = None
+        if speculation is not None and speculation.recall is not None:
+            shape = len(decoder.cache.layers), *decoder.buffers.q.shape
+            self.prompt_queries = torch.zeros(shape, dtype=decoder.buffers.q.dtype, device=self._device)
         self._live = [True] * self._batch_size  # the flags that the devices of a pair have
         self._live_flags = self._pinned(self._batch_size).fill_(1)  # source of the copy to the device
         self._begun = self._launched = self._taken = int(decoder.exchange.epoch) - 1
         self._begun_s, self._last_clock_ns = 0.0, 0
+
+    def _choose_first_lists(self, prompt_queries: Tensor) -> None:
+        """Choose the first recall lists by attention of each prompt's last token."""
+        decoder, speculation = self._decoder, self._speculation
+        assert speculation is not None
+        if self._prompt_attention is None:
+            self._prompt_attention = DecodeAttention(
+                decoder.cache.layers, prompt_queries.shape[2], speculation.chunk_size, decoder.cache.sm_scale,
+                self._device, speculation.recall,
+            )  # fmt: skip
+        self._prompt_attention.recall_prompts(prompt_queries, decoder.buffers.seq_lens - 1)
+        decoder.offer_lists()
 
     def _pinned(self, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.zeros(shape, dtype=dtype, pin_memory=self._is_cuda)
@@ -115,9 +133,13 @@ class CapturedStep:
         self._prepared = True
         return 0
 
-    def begin(self, token_ids: list[int], seq_lens: list[int], seen: Tensor | None = None) -> None:
+    def begin(
+        self, token_ids: list[int], seq_lens: list[int], seen: Tensor | None = None, after_prompts: bool = False
+    ) -> None:
         """Set tokens and lengths, and drop steps in flight. See `DecodeStep.begin`."""
         self._decoder.begin(token_ids, seq_lens)
+        if after_prompts and self.prompt_queries is not None:
+            self._choose_first_lists(self.prompt_queries)
         self._choice.begin(seen)
         # Drop the steps of the previous generation that were launched ahead and not read.
         self._begun = self._taken = self._launched = int(self._decoder.exchange.epoch) - 1

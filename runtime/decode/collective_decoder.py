@@ -9,8 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
+
 from alspec.kernels.attention.decode.lean_decode import Phase
 from alspec.kernels.attention.dispatch import attend
+from alspec.kernels.attention.recall import RecallState, choose_recall_lists
 from alspec.kernels.speculation.collective_handover import (
     CollectiveHandover,
     apply_verdict,
@@ -43,6 +46,12 @@ class CollectiveDecoder(Decoder):
 
     first_timeout_ns: ClassVar[int] = TIMEOUT_NS  # unused: over collectives, none of these kernels waits
     spare_sms: ClassVar[int] = SPARE_SMS
+
+    def begin(self, token_ids: list[int], seq_lens: list[int]) -> None:
+        """As `Decoder`; no block is recalled yet."""
+        super().begin(token_ids, seq_lens)
+        if self.speculation.recall is not None:
+            self.speculation.recall.lists.fill_(-1)
 
     @property
     def stream_priority(self) -> int:
@@ -95,10 +104,12 @@ class CollectiveDecoder(Decoder):
 
     def attention(self, layer: int, phase: Phase = "all") -> None:
         """Launch the sender's attention. Its `predictor` phase writes `A~` into the handover buffer."""
-        buffers, cache, handover = self.buffers, self.cache, self.handover
+        buffers, cache, handover, speculation = self.buffers, self.cache, self.handover, self.speculation
         attend(
             buffers.q, cache.layers[layer], buffers.seq_lens, cache.sm_scale, cache.workspace(layer), buffers.attn_out,
-            buffers.lse, handover.spec_output(self.speculation.chunk_size), phase, handover.gates(layer).is_sender,
+            speculation.lse(layer, buffers.lse),
+            handover.spec_output(speculation.chunk_size, speculation.buffers(layer)), phase,
+            handover.gates(layer).is_sender,
         )  # fmt: skip
 
     def _post_and_next_pre_attention(self, layer: int, branch: LaunchContext, operation: OperationHook) -> None:
@@ -111,7 +122,20 @@ class CollectiveDecoder(Decoder):
     def finish_layers(self) -> None:
         """Give the right x to both groups after the last layer."""
         buffers, handover = self.buffers, self.handover
+        if self.speculation.recall is not None:
+            self._exchange_lists(self.speculation.recall)
         pack_residual(handover, buffers.x)
         handover.calls.exchange_spec_branch(handover.residuals)
         unpack_residual(handover, buffers.x, self.weights.final_norm, buffers.x_norm, buffers.square_sums)
         handover.next_step()
+
+    def _exchange_lists(self, recall: RecallState) -> None:
+        """Choose the recall lists of the next step; those of a layer come from the group that was its sender."""
+        handover = self.handover
+        choose_recall_lists(
+            recall, self.buffers.seq_lens, self.speculation.chunk_size, lists=handover.lists[handover.group]
+        )
+        handover.calls.exchange_spec_branch(handover.lists)
+        is_sender = handover.layer_senders()[:, None, None, None] != 0
+        own, other = handover.lists[handover.group], handover.lists[1 - handover.group]
+        torch.where(is_sender, own, other, out=recall.lists)

@@ -50,6 +50,10 @@ class DecodeStep(Protocol):
     def launched(self) -> int:
         """Steps launched ahead of the host so far, over all generations."""
 
+    @property
+    def prompt_queries(self) -> Tensor | None:
+        """[L, B, Hq, D] on the device: room for the queries of each prompt's last token, if `A~` recalls blocks."""
+
     def speculate(self, threshold: float, forced: Tensor | None = None) -> None:
         """Change the rule for verdicts. Call `prepare` before the next step.
 
@@ -67,11 +71,15 @@ class DecodeStep(Protocol):
             The fault word of the trial steps: 0, or see kernels/comm/ll_packets.py.
         """
 
-    def begin(self, token_ids: list[int], seq_lens: list[int], seen: Tensor | None = None) -> None:
+    def begin(
+        self, token_ids: list[int], seq_lens: list[int], seen: Tensor | None = None, after_prompts: bool = False
+    ) -> None:
         """Set each request's newest token, and its length with this token.
 
         Args:
             seen: [B, V] int32, the tokens of the prompts, for penalties; see `tokens_seen`. The step may change it.
+            after_prompts: the newest tokens follow prompts, whose last queries are in `prompt_queries`: they choose the
+                first recall lists. Otherwise no block is recalled in the first step.
         """
 
     def step(self, remaining: int, live: list[bool] | None = None) -> StepRecord:

@@ -20,7 +20,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from alspec.kernels.attention.decode.lean_decode import RecallBuffers
 from alspec.kernels.attention.dispatch import attend
+from alspec.kernels.attention.recall import RecallState
 from alspec.kernels.comm.exchange import Exchange, LogitExchange
 from alspec.kernels.linear.head_norm import norm_rope_append
 from alspec.kernels.linear.projections import gate_up_silu, qkv_rope_append
@@ -97,6 +99,15 @@ class SpeculationState:
     hits: Tensor  # [L, B] int32: this step's verdicts, on every rank
     live: Tensor  # [B] int32: 1 while a request is generating
     forced: Tensor | None = None  # [L] int32: verdicts that ignore the sums, for profiling; see `decide`
+    recall: RecallState | None = None  # blocks that `A~` recalls
+
+    def buffers(self, layer: int) -> RecallBuffers | None:
+        """What attention over a layer reads and writes of recalled blocks."""
+        return None if self.recall is None else self.recall.buffers(layer)
+
+    def lse(self, layer: int, default: Tensor) -> Tensor:
+        """Where attention over a layer writes its lse [B, Hq]: recalling needs that of every layer."""
+        return default if self.recall is None else self.recall.lse[layer]
 
 
 @dataclass(frozen=True)
@@ -148,6 +159,9 @@ class Decoder:
         # The norm after each all-reduce: after attention this layer's second, after the MLP the next layer's first.
         self._gammas = [(layer.post_norm, following.input_norm) for layer, following in pairwise(layers)]
         self._gammas.append((layers[-1].post_norm, self.weights.final_norm))
+
+    def offer_lists(self) -> None:
+        """Use the lists in `SpeculationState.recall`, which were written since `begin`, in the next step."""
 
     def begin(self, token_ids: list[int], seq_lens: list[int]) -> None:
         """Set the state: the newest token of each request, lengths that count it, and no fault."""

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from alspec.config import SamplingConfig, SpeculationConfig
 from alspec.kernels.attention.dispatch import CacheLayer, DecodeAttention, KVLayer
+from alspec.kernels.attention.recall import RecallState
 from alspec.kernels.sampling.adjustment import count_newest, tokens_seen
 from alspec.kernels.sampling.logprobs import Logprobs, logprobs_ref
 from alspec.models.llama import Llama
@@ -115,9 +116,19 @@ class EagerStep:
         self._transport = transport
         self.threshold = speculation.threshold
         config, tp_size = model.config, transport.placement.tp_size
+        num_qo_heads = config.num_qo_heads // tp_size
+        self._recall: RecallState | None = None
+        self.prompt_queries: Tensor | None = None
+        if speculation.recalled and mode != "off":
+            self._recall = RecallState.allocate(
+                cache.num_layers, cache.batch_size, num_qo_heads, cache.num_kv_heads, cache.max_context,
+                speculation.recalled, cache.device,
+            )  # fmt: skip
+            shape = (cache.num_layers, cache.batch_size, num_qo_heads, cache.head_dim)
+            self.prompt_queries = torch.zeros(shape, dtype=model.weights.embedding.dtype, device=cache.device)
         self._attention = DecodeAttention(
-            [cache.layer(layer) for layer in range(cache.num_layers)], config.num_qo_heads // tp_size,
-            speculation.chunk_size, model.sm_scale, cache.device,
+            [cache.layer(layer) for layer in range(cache.num_layers)], num_qo_heads, speculation.chunk_size,
+            model.sm_scale, cache.device, self._recall,
         )  # fmt: skip
         self._operation = operation
         self._group = transport.placement.group
@@ -156,7 +167,9 @@ class EagerStep:
             self._is_warm = True
         return 0
 
-    def begin(self, token_ids: list[int], seq_lens: list[int], seen: Tensor | None = None) -> None:
+    def begin(
+        self, token_ids: list[int], seq_lens: list[int], seen: Tensor | None = None, after_prompts: bool = False
+    ) -> None:
         """Set tokens and lengths, and make group 0 the first sender. See `DecodeStep.begin`."""
         self._token_ids, self._seq_lens = list(token_ids), list(seq_lens)
         self._seen = seen if self._sampling.penalises else None
@@ -164,6 +177,12 @@ class EagerStep:
             self._seen = tokens_seen([[]] * len(token_ids), self._model.config.vocab_size, self._cache.device)
         self._priority = INITIAL_PRIORITY
         self._steps = 0
+        if self._recall is not None:
+            self._recall.lists.fill_(-1)
+            if after_prompts:
+                assert self.prompt_queries is not None
+                prompts = torch.tensor(seq_lens, dtype=torch.int32, device=self._cache.device) - 1
+                self._attention.recall_prompts(self.prompt_queries, prompts)
 
     def step(self, remaining: int, live: list[bool] | None = None) -> StepRecord:
         """Run one step; a request that has ended keeps its newest token. See `DecodeStep.step`.
@@ -243,12 +262,13 @@ class EagerStep:
     def _predict(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with self._operation("predictor", layer):
             self._append(layer, k, v)
-            return self._attention.predict(q, *self._layer_cache(layer))
+            return self._attention.predict(q, *self._layer_cache(layer), layer)
 
     def _verify(self, layer: int, q: Tensor) -> tuple[Tensor, Tensor]:
         """Full attention, and each request's verdict [B], the same on every rank of the group."""
         with self._operation("full_attention", layer):
-            full_out, sums = self._attention.verify(q, *self._layer_cache(layer))
+            full_out, sums = self._attention.verify(q, *self._layer_cache(layer), layer)
+            self._attention.recall(self._state.seq_lens, layer)
         with self._operation("verdict", layer):
             sums = combine_sums(self._transport.all_gather_group(sums))
             return full_out, accepts(sums, self.threshold)
@@ -273,14 +293,14 @@ class EagerStep:
             self._transport.send(_pack(x, *qkv[1:], spec_out))
             self._priority = after_handover(self._priority)
             full_out, hits = self._verify(layer, qkv[0])
-            self._transport.send(hits.float())
+            self._transport.send(_pack(hits, *self._lists(layer)))
             with self._operation("verdict", layer):
                 self._record_verdict(hits.cpu())
             return x, full_out
         with self._operation("handover", layer):
             x, k, v, spec_out = self._receive_handover(x)
             self._append(layer, k, v)
-        self._verdict = self._transport.receive((self._cache.batch_size,))
+        self._verdict = self._transport.receive((sum(self._verdict_sizes()),))
         self._priority = after_handover(self._priority)
         return x, spec_out
 
@@ -297,9 +317,21 @@ class EagerStep:
     def _read_verdict(self) -> None:
         """On the receiver of the previous layer, wait for the verdict on that layer's `A~`."""
         if self._verdict is not None:
-            with self._operation("verdict", len(self._hits)):  # every layer so far has one verdict
-                self._record_verdict(self._verdict.wait().cpu() > 0)
+            layer = len(self._hits)  # every layer so far has one verdict
+            with self._operation("verdict", layer):
+                hits, lists = self._verdict.wait().split_with_sizes(self._verdict_sizes())
+                for own in self._lists(layer):
+                    own.copy_(lists.view(own.shape))
+                self._record_verdict(hits.cpu() > 0)
             self._verdict = None
+
+    def _lists(self, layer: int) -> list[Tensor]:
+        """The recall lists of a layer, [B, Hkv, M] int32, which the sender's verdict brings; none without recall."""
+        return [] if self._recall is None else [self._recall.lists[layer]]
+
+    def _verdict_sizes(self) -> list[int]:
+        """Values in the message with a verdict: each request's hit, then the layer's recall lists."""
+        return [self._cache.batch_size, sum(lists.numel() for lists in self._lists(0))]
 
     def _record_verdict(self, hits: Tensor) -> None:
         self._hits.append(hits)

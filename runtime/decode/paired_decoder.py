@@ -21,6 +21,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from alspec.kernels.attention.dispatch import attend
+from alspec.kernels.attention.recall import choose_recall_lists
 from alspec.kernels.comm.pair_state import GATE_MLP, GATE_O, GATE_PRE_ATTENTION, PairState
 from alspec.kernels.speculation.handover import pair_spec_output, receive_handover, receive_residual
 from alspec.kernels.speculation.roles import decide, step_barrier, update_roles
@@ -47,11 +48,21 @@ class PairedDecoder(Decoder):
         """Set tokens, lengths and roles. Every rank must have launched the same number of steps before."""
         super().begin(token_ids, seq_lens)
         self.pair.reset_roles()
+        if self.speculation.recall is not None:
+            self.speculation.recall.lists.fill_(-1)
+            self.offer_lists()
+
+    def offer_lists(self) -> None:
+        """Put the recall lists where the next step takes them from."""
+        if self.speculation.recall is not None:
+            self.pair.own.lists.copy_(self.speculation.recall.lists)
 
     def embed(self) -> None:
         """Token embeddings into the residual stream, then a barrier of all ranks."""
         super().embed()
         step_barrier(self.pair, STEP_TIMEOUT_NS)
+        if self.speculation.recall is not None:
+            self.speculation.recall.lists.copy_(self.pair.own.lists)
 
     def run_layers(self, operation: OperationHook) -> None:
         """Launch all layers as `Decoder` does, then give the right x to both groups."""
@@ -71,10 +82,10 @@ class PairedDecoder(Decoder):
         """Launch the roles, the attention, its verdict and the handover: lines 2 to 5 of the module's docstring."""
         buffers, cache, pair, speculation = self.buffers, self.cache, self.pair, self.speculation
         update_roles(pair, layer, speculation.hits, TIMEOUT_NS)
-        spec_output = pair_spec_output(pair, layer, speculation.chunk_size, self.sums)
+        spec_output = pair_spec_output(pair, layer, speculation.chunk_size, self.sums, speculation.buffers(layer))
         attend(
             buffers.q, cache.layers[layer], buffers.seq_lens, cache.sm_scale, cache.workspace(layer), buffers.attn_out,
-            buffers.lse, spec_output, gate=pair.is_sender, prefetch_before_wait=True,
+            speculation.lse(layer, buffers.lse), spec_output, gate=pair.is_sender, prefetch_before_wait=True,
         )  # fmt: skip
         decide(
             pair, layer, self.sums, speculation.live, speculation.threshold, speculation.hits, TIMEOUT_NS,
@@ -87,3 +98,16 @@ class PairedDecoder(Decoder):
         buffers, pair = self.buffers, self.pair
         update_roles(pair, self.config.num_layers, self.speculation.hits, TIMEOUT_NS)
         receive_residual(pair, buffers.x, self.weights.final_norm, buffers.x_norm, buffers.square_sums, TIMEOUT_NS)
+
+    def logits(self) -> None:
+        """As `Decoder`; then choose the recall lists of the next step for both ranks of the pair.
+
+        All ranks have exchanged logits by then, so no rank still reads the lists of this step from its mailbox.
+        """
+        super().logits()
+        pair, recall = self.pair, self.speculation.recall
+        if recall is not None:
+            choose_recall_lists(
+                recall, self.buffers.seq_lens, self.speculation.chunk_size, lists=pair.own.lists,
+                peer_lists=pair.paired.lists, senders=pair.senders,
+            )  # fmt: skip

@@ -32,6 +32,7 @@ def prefill(
     chunk_tokens: int = CHUNK_TOKENS,
     progress: Callable[[int], None] | None = None,
     start: int = 0,
+    last_queries: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Process one request's prompt with full causal attention. Two groups share the work; both cache all of it.
 
@@ -45,6 +46,7 @@ def prefill(
         progress: called with the number of tokens done, while others follow.
         start: tokens of the prompt that the cache holds already, fewer than all. Prompt chunks begin behind them; a
             multiple of 64 with a quantised cache.
+        last_queries: [L, Hq, D], written: queries of the last token.
     Returns:
         logits: [1, V] fp32 after the last token, the same on every rank.
         layer_sums: [L] fp32, not finite where this rank's activations were not.
@@ -67,6 +69,8 @@ def prefill(
                         attn_out = cache.prefill_attention(*at, q, *kv, model.sm_scale, own.stop)
                     else:
                         cache.write_prefill(*at, *kv)
+                if last_queries is not None:
+                    last_queries[layer] = q[-1]
                 del q, k, v, kv  # free them before the MLP allocates
                 x, partial = model.post_attention(layer, x, attn_out)
                 layer_sums[layer] += x[-1].sum() + partial[-1].sum(dtype=torch.float32)
@@ -77,6 +81,8 @@ def prefill(
     x = model.reduce_residual(last, None if partial is None else partial[-1:].contiguous())
     if len(part.shares) == 2:
         x = transport.gather_pair(x)[1]
+        if last_queries is not None:
+            last_queries.copy_(transport.gather_pair(last_queries)[1])
     return gather_logits(model, transport, x), layer_sums
 
 

@@ -12,7 +12,9 @@ import torch
 from alspec.config import EngineConfig, SpeculationConfig
 from alspec.errors import UserError
 from alspec.kernels.attention.decode.combine import num_sums
+from alspec.kernels.attention.decode.lean_decode import recall_parts
 from alspec.kernels.attention.dispatch import attend_spec_parts
+from alspec.kernels.attention.recall import RecallState
 from alspec.kernels.comm.pair_state import PairShape
 from alspec.kernels.common.limits import MAX_BATCH
 from alspec.kernels.speculation.collective_handover import CollectiveHandover
@@ -176,7 +178,11 @@ def build_captured_step(
         speculation.chunk_size,
         hits=torch.zeros(config.num_layers, batch_size, dtype=torch.int32, device=device),
         live=torch.ones(batch_size, dtype=torch.int32, device=device),
-    )
+        recall=RecallState.allocate(
+            config.num_layers, batch_size, shape.num_qo_heads, shape.num_kv_heads, cache.max_context,
+            speculation.recalled, device,
+        ) if speculation.recalled else None,
+    )  # fmt: skip
     decoder: Decoder
     if pair is not None:
         sums = torch.zeros(batch_size, num_sums(batch_size, shape.num_qo_heads, config.head_dim), 2, device=device)
@@ -198,11 +204,13 @@ def _pair_shape(
 ) -> PairShape:
     """Sizes of a pair's memory. `A~` comes in parts over `symm`; in the host's memory readers would wait in line."""
     config, batch_size, tp_size = model.config, cache.batch_size, transport.placement.tp_size
-    num_heads, parts = config.num_qo_heads // tp_size, 1
+    num_heads, parts, recalled = config.num_qo_heads // tp_size, 1, 0
+    if speculation is not None:
+        recalled = speculation.recalled
     if speculation is not None and peer_memory == "symm":
         layers = [cache.layer(layer) for layer in range(cache.num_layers)]
         parts = min(attend_spec_parts(layer, num_heads, speculation.chunk_size, transport.device) for layer in layers)
     return PairShape(
         config.num_layers, batch_size, tp_size, config.hidden_size, num_heads, cache.num_kv_heads, config.head_dim,
-        parts,
+        parts + (recall_parts(recalled) if recalled else 0), recalled,
     )  # fmt: skip

@@ -189,7 +189,7 @@ class Engine:
         codec = self.config.kv_cache
         memory = check_fits(
             config, placement.shard, self.dtype, batch_size, max_context, available, codec, self.device.type,
-            self.config.kv_protect,
+            self.config.kv_protect, self.config.speculation.recalled if self.mode != "off" else 0,
         )  # fmt: skip
         if "cache" in vars(self):
             # Free the graph, then the cache that it refers to, before the new cache is allocated.
@@ -413,7 +413,7 @@ class Engine:
         num_steps = sampling.max_new_tokens - 1
         if any(generation.live):
             with self._running(number):
-                self._begin_steps(tokens, generation.seq_lens, seen)
+                self._begin_steps(tokens, generation.seq_lens, seen, after_prompts=True)
         while any(generation.live):
             with self._running(number):
                 self._mark_step()
@@ -461,9 +461,11 @@ class Engine:
         self.timeline.start()
         started = time.perf_counter()
         self._step = 0
+        assert self.decode_step is not None
         logits, layer_sums = process_prompts(
-            self.model, self.cache, self._kept, transport, generation, self._operation, progress
-        )
+            self.model, self.cache, self._kept, transport, generation, self._operation, progress,
+            self.decode_step.prompt_queries,
+        )  # fmt: skip
         chosen = choose_tokens(logits, layer_sums, sampling, generation.seq_lens, seen, self._step, transport)
         generation.prefill_us = (time.perf_counter() - started) * 1e6
         return chosen
@@ -508,11 +510,13 @@ class Engine:
             self._raise_fault(record.fault)
             yield record
 
-    def _begin_steps(self, token_ids: list[int], seq_lens: list[int], seen: Tensor | None = None) -> None:
+    def _begin_steps(
+        self, token_ids: list[int], seq_lens: list[int], seen: Tensor | None = None, after_prompts: bool = False
+    ) -> None:
         assert self.decode_step is not None
         self._attempts += 1
         self._step = 0
-        self.decode_step.begin(token_ids, seq_lens, seen)
+        self.decode_step.begin(token_ids, seq_lens, seen, after_prompts)
 
     def _mark_step(self) -> None:
         self._step += 1

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from alspec.errors import DoesNotFitError, UserError
+from alspec.kernels.attention.recall import recall_bytes
 from alspec.kernels.attention.torch_attention import QUERIES_AT_ONCE, SCORE_BYTES, SCORES_AT_ONCE
 from alspec.models.llama import Shard
 from alspec.models.llama_config import LlamaConfig
@@ -52,6 +53,7 @@ def plan_memory(
     kv_cache: str = "bf16",
     device_type: str = "cpu",
     kv_protect: int = 0,
+    recall_blocks: int = 0,
 ) -> MemoryPlan:
     """Bytes of weights, cache and activations on one rank, on a CPU or a GPU (`cuda`).
 
@@ -101,7 +103,10 @@ def plan_memory(
     # `host` needs as many for a rank's own. Which transport works is known only when ranks are connected.
     words = 2 * config.num_layers * tp_size * hidden if tp_size > 1 else 0
     words += config.vocab_size if shard.vocab_shards > 1 else 0
-    return MemoryPlan(weights, cache, activations + logits + 8 * batch_size * words)
+    recall = 0
+    if recall_blocks:
+        recall = batch_size * recall_bytes(config.num_layers, q_heads, kv_heads, max_context, recall_blocks)
+    return MemoryPlan(weights, cache, activations + logits + 8 * batch_size * words + recall)
 
 
 def available_bytes(device: torch.device, local_world_size: int) -> int:
@@ -152,6 +157,7 @@ def check_fits(
     kv_cache: str = "bf16",
     device_type: str = "cpu",
     kv_protect: int = 0,
+    recall_blocks: int = 0,
 ) -> MemoryPlan:
     """Return the plan if it fits into `available` bytes.
 
@@ -160,7 +166,7 @@ def check_fits(
     """
 
     def at(context: int) -> MemoryPlan:
-        return plan_memory(config, shard, dtype, batch_size, context, kv_cache, device_type, kv_protect)
+        return plan_memory(config, shard, dtype, batch_size, context, kv_cache, device_type, kv_protect, recall_blocks)
 
     plan = at(max_context)
     if plan.total_bytes <= available:

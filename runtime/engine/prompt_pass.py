@@ -26,12 +26,14 @@ def process_prompts(
     generation: Generation,
     operation: OperationHook,
     progress: Callable[[int], None] | None,
+    last_queries: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Process all prompts of a generation into the cache.
 
     Args:
         kept: cut to the tokens that are reused; updated.
         progress: called now and then with the prompt tokens done so far.
+        last_queries: [L, B, Hq, D], written: queries of each prompt's last token.
     Returns:
         Logits after each prompt [B, V], and what `choose_tokens` takes of the layers, summed over the prompts.
     """
@@ -46,8 +48,16 @@ def process_prompts(
         if index > first_answer:  # another answer to the same prompt
             cache.copy_prompt(first_answer, index)
             parts.append(parts[first_answer])
+            if last_queries is not None:
+                last_queries[:, index] = last_queries[:, first_answer]
         else:
-            parts.append(prefill(model, cache, transport, index, ids, operation, progress=in_prompt, start=start))
+            queries = None if last_queries is None else last_queries[:, index]
+            parts.append(
+                prefill(
+                    model, cache, transport, index, ids, operation, progress=in_prompt, start=start,
+                    last_queries=queries,
+                )
+            )  # fmt: skip
         kept.wrote_prompt(index, ids)
         done += len(ids)
     logits, layer_sums = zip(*parts, strict=True)

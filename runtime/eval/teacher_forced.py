@@ -35,7 +35,7 @@ from alspec.kernels.kv_codec.quantised_layer import BLOCK
 from alspec.kernels.kv_codec.turboquant.rotation import rotation
 from alspec.kernels.kv_codec.turboquant.token_codes import compress_tokens, dequantize_tokens
 from alspec.kernels.kv_codec.turboquant.variants import codebook_tokens, sketched_keys, uniform_values
-from alspec.predictor import KV_TILE, RECALL_DECAY, block_masses, predictor_ranges, recalled_blocks
+from alspec.predictor import KV_TILE, block_masses, predictor_ranges, recalled_blocks
 from alspec.runtime.decode.prefill import CHUNK_TOKENS
 from alspec.sas import Softmax, cutoffs, sas_softmax
 
@@ -268,9 +268,9 @@ def _attend(
     """`teacher_forced_attention` for the positions `[start, start + m)`.
 
     Args:
-        mass: [Hkv, NB] fp32, running masses before the first position; None without recalled blocks.
+        mass: [Hkv, NB] fp32, masses of the token before the first position; None without recalled blocks.
     Returns:
-        full_out, spec_out, and the running masses after the last position.
+        full_out, spec_out, and the masses of the last position.
     """
     (num_rows, num_qo_heads, head_dim), num_kv_heads = q.shape, k.tail.shape[0]
     block, stop = setting.block_size, start + num_rows
@@ -307,27 +307,14 @@ def _attend(
         spec_out = attend(sink_and_window(scores, -1), sink_and_window(in_predictor, -1), sink_and_window(values, 1))
         return attend(scores, visible, values), spec_out, None
     weights = _softmax(scores.masked_fill(~visible, -torch.inf), n_r)  # [Hkv, Hq / Hkv, m, columns]
-    known, mass = _running_masses(block_masses(weights.transpose(1, 2), token // KV_TILE, mass.shape[-1]), mass)
-    recalled = recalled_blocks(known, sink_end[:, 0], window_start[:, 0], setting.recall_blocks)  # [Hkv, m, NB]
+    masses = block_masses(weights.transpose(1, 2), token // KV_TILE, mass.shape[-1])  # [Hkv, m, NB]
+    before = torch.cat([mass[:, None], masses[:, :-1]], dim=1)
+    before_lens = seq_len[:, 0] - 1
+    recalled = recalled_blocks(before, *predictor_ranges(before_lens, chunk_size), setting.recall_blocks)
     in_predictor = in_predictor | (visible & recalled[..., token // KV_TILE])
     spec_out = attend(scores, in_predictor[:, None], values)
     full_out = (weights.flatten(1, 2) @ values).view(num_qo_heads, num_rows, head_dim).transpose(0, 1)
-    return full_out, spec_out, mass
-
-
-def _running_masses(masses: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-    """Running masses of consecutive positions.
-
-    Args:
-        masses: [Hkv, m, NB], of each position.  before: [Hkv, NB], the running masses before the first one.
-    Returns:
-        What is known before each position [Hkv, m, NB], and the running masses after the last one [Hkv, NB].
-    """
-    age = torch.arange(masses.shape[1], device=masses.device)
-    age = age[:, None] - age
-    decayed = torch.where(age >= 0, RECALL_DECAY ** age.clamp(min=0).float(), 0.0)
-    running = decayed @ masses + (RECALL_DECAY * decayed[:, :1]) * before[:, None]
-    return torch.cat([before[:, None], running[:, :-1]], dim=1), running[:, -1]
+    return full_out, spec_out, masses[:, -1]
 
 
 def _softmax(scores: Tensor, n_r: Tensor | None) -> Tensor:

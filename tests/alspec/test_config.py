@@ -120,7 +120,10 @@ def test_an_unknown_option_from_python_lists_the_valid_ones() -> None:
         ({"speculation": {"chunk_size": 64}}, "speculation.chunk_size"),
         ({"speculation": {"chunk_size": "129"}}, "speculation.chunk_size"),
         ({"speculation": {"chunk_size": None}}, "speculation.chunk_size"),
-        ({"speculation": {"chunk_size": [128]}}, "speculation.chunk_size: expected one of 128, 256, 512, found [128]"),
+        (
+            {"speculation": {"chunk_size": [128]}},
+            "speculation.chunk_size: expected one of 128, 256, 512, 1024, found [128]",
+        ),
         ({"speculation": {"chunk_size": {"a": 1}}}, "speculation.chunk_size"),
         ({"speculation": {"chunk_size": True}}, "speculation.chunk_size"),
         ({"speculation": {"threshold": True}}, "speculation.threshold: expected a number, found True"),

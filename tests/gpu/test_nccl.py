@@ -48,6 +48,7 @@ class Run:
     dtype: str = "fp32"
     fast: tuple[str, ...] = ()  # without any, the run is full only
     protect: int = 0
+    recall: int = 0  # blocks
 
     def __str__(self) -> str:
         return self.name
@@ -59,6 +60,8 @@ class Run:
     def case(self, is_full: bool) -> dict[str, Any]:
         """A case of gpu_worker.py."""
         engine = {"speculation": {"mode": self.mode}, "dtype": self.dtype, "transport": self.transport}
+        if self.recall:
+            engine["speculation"] |= {"predictor": "recall", "recall_blocks": self.recall}
         engine |= {"cuda_graph": self.graph, "kv_cache": self.kv_cache, "kv_protect": self.protect}
         thresholds, sampled, long = self.thresholds_in(is_full), self.mode == "off", self.name in WITH_LONG
         return {"name": self.name, "engine": engine, "sampled": sampled, "thresholds": thresholds, "long": long}
@@ -79,6 +82,8 @@ ALL_RUNS = {
         Run("tq_off1", "off", "auto", "on", kv_cache="turboquant3", fast=("0.1",), protect=2),
         Run("hybrid_simulated1", "simulated", "nccl", "auto", ("0", "0.1"), "hybrid-k4v2", fast=("0.1",)),
         Run("hybrid_off1", "off", "auto", "on", kv_cache="hybrid-k4v2"),
+        Run("recall_simulated1", "simulated", "nccl", "auto", ("0.05", "0.1"), fast=("0.05", "0.1"), recall=8),
+        Run("recall_turbo_simulated1", "simulated", "nccl", "auto", ("0.05",), "turbo4", fast=("0.05",), recall=8),
         Run("bf16_off1", "off", "auto", "on", dtype="bf16", fast=("0.1",)),
         Run("bf16_launched1", "off", "auto", "off", dtype="bf16"),
     ],
@@ -99,6 +104,11 @@ ALL_RUNS = {
         Run("tq_paired2", "paired", "symm", "on", kv_cache="turboquant3", fast=("0.1",), protect=2),
         Run("tq_swapped2", "paired", "nccl", "on", kv_cache="turboquant3", protect=2),
         Run("hybrid_paired2", "paired", "symm", "on", kv_cache="hybrid-k4v2", fast=("0.1",)),
+        Run("recall_paired2", "paired", "symm", "on", ("0.05", "0.1"), fast=("0.05", "0.1"), recall=8),
+        Run("recall_host_paired2", "paired", "host", "on", ("0.05",), recall=8),
+        Run("recall_swapped2", "paired", "nccl", "on", ("0.05", "0.1"), fast=("0.05",), recall=8),
+        Run("recall_eager2", "paired", "nccl", "off", ("0.05",), recall=8),
+        Run("recall_turbo_paired2", "paired", "symm", "on", ("0.05",), "turbo4", fast=("0.05",), recall=8),
         Run("turbo_off2", "off", "symm", "on", kv_cache="turbo4", fast=("0.1",)),
         Run("turbo_launched2", "off", "symm", "off", kv_cache="turbo4", fast=("0.1",)),
         Run("mixed_off2", "off", "symm", "on", kv_cache="turbo-mixed"),
@@ -146,7 +156,7 @@ REFERENCES = {"turbo-mixed": "turbo_simulated1", "turboquant3": "tq_simulated1",
 def names(*modes: str, kv_cache: str = "bf16") -> list[str]:
     """The names of fp32 runs in these modes."""
     runs = [run for world_runs in RUNS.values() for run in world_runs if run.mode in modes and run.dtype == "fp32"]
-    return [run.name for run in runs if run.kv_cache == kv_cache]
+    return [run.name for run in runs if run.kv_cache == kv_cache and not run.recall]
 
 
 def marked(cases: Sequence[tuple[str, ...]]) -> list[Any]:
@@ -331,6 +341,30 @@ def test_paired_equals_simulated(results: dict[str, list[dict]], name: str) -> N
     codec = next(run.kv_cache for runs in RUNS.values() for run in runs if run.name == name)
     reference = by_threshold(results[REFERENCES.get(codec, "simulated1")])
     for case, row in by_threshold(results[name]).items():
+        assert row["tokens"] == reference[case]["tokens"], case
+        assert row["hits"] == reference[case]["hits"], case
+
+
+@pytest.mark.parametrize(
+    "name",
+    marked([(name,) for name in ("recall_paired2", "recall_swapped2", "recall_host_paired2", "recall_eager2")]),
+)
+def test_pairs_that_recall_blocks_equal_simulated(results: dict[str, list[dict]], name: str) -> None:
+    """Tokens and hit maps; more is accepted than with sink and window alone."""
+    reference = by_threshold(results["recall_simulated1"])
+    for case, row in by_threshold(results[name]).items():
+        assert row["tokens"] == reference[case]["tokens"], case
+        assert row["hits"] == reference[case]["hits"], case
+    ours, window = (
+        sum(sum(flat(row["hits"])) for row in short(results[run]) if row["threshold"] == "0.1")
+        for run in ("recall_simulated1", "simulated1")
+    )
+    assert ours > window
+
+
+def test_a_pair_that_recalls_blocks_of_a_quantised_cache(results: dict[str, list[dict]]) -> None:
+    reference = by_threshold(results["recall_turbo_simulated1"])
+    for case, row in by_threshold(results["recall_turbo_paired2"]).items():
         assert row["tokens"] == reference[case]["tokens"], case
         assert row["hits"] == reference[case]["hits"], case
 

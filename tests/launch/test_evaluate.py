@@ -193,15 +193,16 @@ def test_every_softmax_is_measured_over_every_cache(text: Path, tmp_path: Path) 
 
 
 def test_recalled_blocks_raise_hits(text: Path, tmp_path: Path) -> None:
-    """Four blocks are all that lies between sink and window here, so nothing is left out."""
+    """Four blocks are all that lies between sink and window here: only a block that has just left the window is not."""
     rows = tmp_path / "rows.jsonl"
     flags = ["--contexts", "500", "--windows", "1", "--thresholds", "0.01", "--transport", "gloo"]
-    assert evaluate.main(["--text", str(text), *flags, "--recall-blocks", "0,1,4", "--rows", str(rows)]) == 0
+    assert evaluate.main(["--text", str(text), *flags, "--recall-counts", "0,1,4", "--rows", str(rows)]) == 0
     found = {row["case"]["cache"]: row for row in rows_of(rows)}
     assert list(found) == ["bf16", "bf16, 1 blocks recalled", "bf16, 4 blocks recalled"]
     assert [row["case"]["recall_blocks"] for row in found.values()] == [0, 1, 4]
     window, one, all_blocks = (row["hit_rate"] for row in found.values())
-    assert window < one < all_blocks == 1.0
+    assert window < one < all_blocks
+    assert all_blocks > 0.97
 
 
 @pytest.mark.full

@@ -46,7 +46,7 @@ def test_a_terminal_shows_progress(run: Run, checkpoint: Path, monkeypatch: pyte
     assert "\x1b[K" not in plain, "stderr is no terminal"
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     monkeypatch.setenv("TERM", "dumb")
-    monkeypatch.setattr("alspec.runtime.decode.prefill.prefill.__defaults__", (64, None, 0))
+    monkeypatch.setattr("alspec.runtime.decode.prefill.prefill.__defaults__", (64, None, 0, None))
     code, again, err = run(*flags, *prompt)
     assert (code, again) == (0, text)
     shown = re.findall(r"\r\x1b\[Kalspec: ([^\r]*)", err)
@@ -120,7 +120,9 @@ def test_json(generate_json: Callable[..., Any], checkpoint: Path) -> None:
     assert (summary["mode"], summary["world_size"], summary["tp_size"], summary["dtype"]) == ("simulated", 1, 1, "fp32")
     assert summary["ttft_ms"] == pytest.approx(found["ttft_us"] / 1e3)
     assert min(found["step_us"]) <= summary["ms_per_token_p50"] * 1e3 <= max(found["step_us"])
-    assert found["config"]["speculation"] == {"mode": "simulated", "threshold": 0.3, "chunk_size": 128}
+    assert found["config"]["speculation"] == {
+        "mode": "simulated", "threshold": 0.3, "chunk_size": 128, "predictor": "window", "recall_blocks": 16,
+    }  # fmt: skip
     assert found["config"]["model"] == str(checkpoint)
     assert GenerateConfig.model_validate(found["config"]).max_new_tokens == 12
     assert set(found["versions"]) == {"python", "torch", "cuda", "alspec", "triton"}

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from tokenizers import decoders, models, pre_tokenizers
 from torch import Tensor
 
+from alspec.predictor import block_masses
 from alspec.simulation import SimulatedStep, simulate_step
 
 WORKER = WORKERS / "step_worker.py"
@@ -153,8 +154,18 @@ class Oracle:
         shape = (batch_size, self.num_kv_heads, capacity, self.head_dim)
         return [torch.full(shape, torch.nan, dtype=torch.float64) for _ in range(self.num_layers)]
 
-    def prefill(self, ids: list[int], k_cache: list[Tensor], v_cache: list[Tensor], request: int) -> Tensor:
-        """Process a prompt with full causal attention and fill the caches; returns logits [V] of its last token."""
+    def prefill(
+        self,
+        ids: list[int],
+        k_cache: list[Tensor],
+        v_cache: list[Tensor],
+        request: int,
+        masses: list[Tensor] | None = None,
+    ) -> Tensor:
+        """Process a prompt with full causal attention and fill the caches; returns logits [V] of its last token.
+
+        masses: L x [B, Hkv, NB], filled with the last token's masses of blocks.
+        """
         n = len(ids)
         positions, x = torch.arange(n), self.embed(ids)
         future = torch.ones(n, n, dtype=torch.bool).triu(1)
@@ -166,18 +177,28 @@ class Oracle:
             k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
             scores = torch.einsum("ihd,jhd->hij", q, k) * self.sm_scale
             weights = scores.masked_fill(future, -torch.inf).softmax(-1)
+            if masses is not None:
+                last = weights[:, -1].unflatten(0, (self.num_kv_heads, -1))
+                masses[layer][request] = block_masses(last, positions // 64, masses[layer].shape[-1])
             x = self.post_attention(layer, x, torch.einsum("hij,jhd->ihd", weights, v))
         return self.logits(x[-1:])[0]
 
     def generate(
-        self, prompts: list[list[int]], max_new_tokens: list[int], threshold: float, eos: tuple[int, ...] = ()
+        self,
+        prompts: list[list[int]],
+        max_new_tokens: list[int],
+        threshold: float,
+        eos: tuple[int, ...] = (),
+        recall_blocks: int = 0,
     ) -> OracleRun:
         """Greedy tokens of a batch with S = 128. A request ends at its own length or at an `eos` token."""
         capacity = max(map(len, prompts)) + max(max_new_tokens)
         k_cache, v_cache = self.empty_cache(len(prompts), capacity), self.empty_cache(len(prompts), capacity)
-        tokens = [[int(self.prefill(ids, k_cache, v_cache, r).argmax())] for r, ids in enumerate(prompts)]
+        shape = (len(prompts), self.num_kv_heads, capacity // 64 + 1)
+        masses = [torch.zeros(shape, dtype=torch.float64) for _ in range(self.num_layers)] if recall_blocks else None
+        tokens = [[int(self.prefill(ids, k_cache, v_cache, r, masses).argmax())] for r, ids in enumerate(prompts)]
         run = OracleRun(tokens)
-        options: dict[str, Any] = {}
+        options: dict[str, Any] = {"recall_blocks": recall_blocks, "masses": masses or ()}
         while True:
             live = [
                 len(made) < limit and made[-1] not in eos for made, limit in zip(tokens, max_new_tokens, strict=True)
@@ -198,7 +219,8 @@ class Oracle:
                 live=torch.tensor(live),
                 **options,
             )
-            k_cache, v_cache, options = step.k_cache, step.v_cache, {"priority": step.priority}
+            k_cache, v_cache = step.k_cache, step.v_cache
+            options |= {"priority": step.priority, "masses": step.masses}
             run.steps.append(step)
             for request, token in enumerate(self.logits(step.x).argmax(-1).tolist()):
                 if live[request]:
@@ -240,11 +262,12 @@ def run_ranks(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Ru
         kv_cache: str = "bf16",
         softmax: str = "exact",
         kv_protect: int = 0,
+        recall_blocks: int = 0,
     ) -> list[dict[str, Any]]:
         folder = tmp_path_factory.mktemp(f"world{world_size}")
         ports = jobs.free_ports(len(spec))
         options = {"model": str(model), "kv_cache": kv_cache, "softmax": softmax, "ports": ports, "modes": spec}
-        options |= {"kv_protect": kv_protect}
+        options |= {"kv_protect": kv_protect, "recall_blocks": recall_blocks}
         (folder / "spec.json").write_text(json.dumps(options), encoding="utf-8")
         jobs.run_ranks(WORKER, world_size, folder, timeout_s=240)
         return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(world_size)]

@@ -133,25 +133,31 @@ def send_spec(
     HEADS_PER_KV: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     SPEC_PARTS: tl.constexpr,
+    RECALL_PARTS: tl.constexpr = 0,
 ):
     """Send `A~` of an output, or one part of it.
 
     With an epoch it is sent as LL packets, which need no fence and no flag. The receiver does not know how many parts
     have tokens. So part 0 also sends the parts without tokens, as partials of weight 0.
+
+    Args:
+        SPEC_PARTS: parts over sink and window.  RECALL_PARTS: further parts; part SPEC_PARTS + r is recalled part r.
     """
     head_mask = heads < HEADS_PER_KV
     o_mask = head_mask[None, :] & (channels < HEAD_DIM)[:, None]
     offsets = (output * HEADS_PER_KV + heads)[None, :] * HEAD_DIM + channels[:, None]
     dst = spec_out_ptr
-    if SPEC_PARTS > 1:
+    IN_PARTS: tl.constexpr = SPEC_PARTS + RECALL_PARTS > 1
+    if IN_PARTS:
         dst += part * (num_heads * HEAD_DIM)
     if epoch is not None:
         store_packets(dst + offsets, o, epoch, o_mask)
     else:
         tl.store(dst + offsets, o.to(spec_out_ptr.dtype.element_ty), mask=o_mask)
-    if SPEC_PARTS > 1:
+    if IN_PARTS:
         lse_dst = spec_lse_ptr + output * HEADS_PER_KV + heads
         store_packets(lse_dst + part * num_heads, lse, epoch, head_mask)
+    if SPEC_PARTS > 1:
         # Always true here; `where` keeps the layouts of lse and o.
         empty_lse = tl.where(heads >= 0, float("-inf"), lse)
         zeros = tl.where((channels >= 0)[:, None], 0.0, o)
@@ -259,6 +265,20 @@ def _combine_lanes(loaded, row_max):
 
 
 @triton.jit
+def _add_recalled(spec_max, spec_sum, spec_o, recalled):
+    """Add the partials over recalled blocks, which lie in different lanes, to the sums over sink and window.
+
+    Returns:
+        The sums of both, as `_combine_lanes` does; every lane has all of them.
+    """
+    all_max = tl.maximum(tl.max(_max_lse(recalled), 0)[None, :], spec_max)
+    row_sum, o = _combine_lanes(recalled, all_max)
+    weight = tl.exp2(spec_max - all_max)
+    row_sum = tl.fma(weight, spec_sum, tl.sum(row_sum, 0)[None, :].broadcast_to(spec_sum.shape))
+    return row_sum, _scale_add(weight, spec_o, tl.sum(o, 0)[None, :, :].broadcast_to(spec_o.shape))
+
+
+@triton.jit
 def combine_output(
     o_ptr,  # partials
     lse_ptr,
@@ -280,13 +300,19 @@ def combine_output(
     ROUND: tl.constexpr,
     SPEC: tl.constexpr,
     SPEC_PARTS: tl.constexpr,
+    RECALL_PARTS: tl.constexpr = 0,
+    SPEC_ONLY: tl.constexpr = False,
 ):
     """Combine a slice of channels of a head's partials; with speculation, also write the sums for the verdict.
 
     o = sum_s 2^(lse_s - m) o_s / l,   l = sum_s 2^(lse_s - m),   lse = m + log2 l,   m = max_s lse_s
 
     Only the maximum of `lse` and the sums over each lane's partials cross lanes. Every lane loads and combines all
-    parts of `A~`. The result counts as one more partial of the first group of lanes.
+    parts of `A~` over sink and window. The result counts as one more partial of the first group of lanes. Parts over
+    recalled blocks belong to `A~` only, because the runs hold their tokens, too.
+
+    Args:
+        SPEC_ONLY: write `A~` instead of o; there are no runs.
     """
     LANES: tl.constexpr = SLICE // LANE
     PARTIALS: tl.constexpr = 32 // LANES
@@ -296,20 +322,28 @@ def combine_output(
     if SPEC:
         spec_row = spec_index * HEADS_PER_KV + head
         spec = _load_all(o_ptr, lse_ptr, spec_row, parts, first_channel, HEADS_PER_KV, D, SLICE, SPEC_PARTS, 0)
+        if RECALL_PARTS > 0:
+            recalled = _load_all(
+                o_ptr, lse_ptr, spec_row + SPEC_PARTS * HEADS_PER_KV, RECALL_PARTS, first_channel, HEADS_PER_KV, D,
+                SLICE, RECALL_PARTS, 1
+            )  # fmt: skip
     partials = tl.arange(0, PARTIALS)[:, None]
     lse_max = _max_lse(loaded)
     if SPEC:
         spec_max = _max_lse(spec)
         spec_sum, spec_o = _combine_lanes(spec, spec_max)
+        full_sum, full_o = spec_sum, spec_o  # the share of the full output
         first_lse = tl.where(partials == 0, spec_max, float("-inf"))
         lse_max = tl.maximum(lse_max, first_lse)
+        if RECALL_PARTS > 0:
+            spec_sum, spec_o = _add_recalled(spec_max, spec_sum, spec_o, recalled)
     row_max = tl.max(lse_max, 0)[None, :]
     row_sum, o = _combine_lanes(loaded, row_max)
     if SPEC:
         weight = tl.exp2(first_lse - row_max)
-        row_sum = tl.fma(weight, spec_sum, row_sum)
+        row_sum = tl.fma(weight, full_sum, row_sum)
         # Select before the product: the other lanes have weight 0, but 0 * inf is NaN.
-        o = _scale_add(weight, tl.where((partials == 0)[:, :, None], spec_o, 0.0), o)
+        o = _scale_add(weight, tl.where((partials == 0)[:, :, None], full_o, 0.0), o)
         spec_o = _scale(inverse_of_sum(spec_sum), spec_o)
     for done in tl.range(ROUND, runs, ROUND):
         more = _load_all(
@@ -323,13 +357,15 @@ def combine_output(
     # All lanes get all sums, in the layout of the loads, which is also that of the stores: no further exchange.
     row_sum = tl.sum(row_sum, 0)[None, :].broadcast_to([PARTIALS, LANES])
     o = _scale(inverse_of_sum(row_sum), tl.sum(o, 0)[None, :, :].broadcast_to([PARTIALS, LANES, LANE]))
+    if SPEC_ONLY:
+        o = spec_o
     lanes, channels = tl.arange(0, 32), first_channel + tl.arange(0, SLICE)[None, :]
     out_mask = (channels < HEAD_DIM) & (partials >= 0)
     out_ptrs = out_ptr + row * HEAD_DIM + (channels + partials * 0)
     tl.store(out_ptrs, tl.reshape(o, [PARTIALS, SLICE]).to(out_ptr.dtype.element_ty), mask=out_mask & (partials == 0))
     lse = row_max.broadcast_to([PARTIALS, LANES]) + log2_of_sum(row_sum)
     tl.store(out_lse_ptr + row + lanes, tl.reshape(lse, [32]), mask=lanes + slice_index == 0)
-    if SPEC:
+    if SPEC and not SPEC_ONLY:
         out_mask = tl.reshape(out_mask, [PARTIALS, LANES, LANE])
         delta, full = tl.where(out_mask, spec_o - o, 0.0), tl.where(out_mask, o, 0.0)
         dist2, norm2 = tl.sum(tl.sum(delta * delta, 2), 1), tl.sum(tl.sum(full * full, 2), 1)

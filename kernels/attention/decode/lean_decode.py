@@ -40,14 +40,20 @@ from alspec.kernels.attention.decode.mainloop_sm80 import lean_combine_kernel, l
 from alspec.kernels.attention.decode.mainloop_sm90 import lean_sm90_kernel
 from alspec.kernels.attention.decode.tile_schedule import ALL, PREDICTOR, REST, extra_window_tiles, spec_block_n
 from alspec.kernels.common.jit_launch import is_hopper, jit_launch, num_sms, set_l1_carveout
+from alspec.predictor import MAX_RECALL_BLOCKS
 
 __all__ = [
     "PHASES",
     "LeanWorkspace",
     "Phase",
+    "RecallBuffers",
     "SpecOutput",
     "check_outputs",
     "check_spec_output",
+    "num_recall_blocks",
+    "recall_options",
+    "recall_parts",
+    "recall_pointers",
     "spec_parts",
     "launch_combine",
     "lean_decode_attention",
@@ -60,7 +66,8 @@ TILE_BYTES = 32768  # bytes of K, and of V, in one tile
 # {block_n: tiles}: with more tiles than this in an average run, tiles are twice as long. Runs differ by one tile, which
 # matters little if they are long.
 LONG_RUN = {64: 3, 128: 16}
-MAX_SPEC_PARTS = 5  # parts of `A~` per output
+MAX_SPEC_PARTS = 5  # parts of `A~` over sink and window of an output
+MAX_RECALL_PARTS = 4  # parts over its recalled blocks, of at most 32 blocks each
 NUM_WARPS = 4  # one warp group: a product of at least 64 rows is then a Hopper matrix instruction
 
 
@@ -69,7 +76,8 @@ class LeanWorkspace:
     """Scratch memory of `lean_decode_attention`: allocated once, used by the launches of one CUDA stream."""
 
     num_programs: int  # G
-    # P = G + (1 + MAX_SPEC_PARTS) B Hkv partials: those of runs, then those of `A~`. D is rounded up to a power of two.
+    # P = G + (1 + MAX_SPEC_PARTS + MAX_RECALL_PARTS) B Hkv partials: those of runs, then those of `A~`. D is rounded up
+    # to a power of two.
     o: Tensor  # [P, Hq / Hkv, D] fp32
     lse: Tensor  # [P, Hq / Hkv] fp32
 
@@ -94,10 +102,20 @@ class LeanWorkspace:
         """Shape of `o`.
 
         A run writes one partial for each output in it. All runs together write at most one partial per program and one
-        per output. Each output also has up to MAX_SPEC_PARTS partials of `A~`.
+        per output. Each output also has the partials of `A~`.
         """
-        num_partials = num_programs + (1 + MAX_SPEC_PARTS) * batch_size * num_kv_heads
+        num_partials = num_programs + (1 + MAX_SPEC_PARTS + MAX_RECALL_PARTS) * batch_size * num_kv_heads
         return num_partials, num_qo_heads // num_kv_heads, triton.next_power_of_2(head_dim)
+
+
+@dataclass(frozen=True)
+class RecallBuffers:
+    """Recalled blocks of one layer, and what attention leaves to choose the next ones from."""
+
+    lists: Tensor  # [B, Hkv, M] int32: blocks of 64 tokens between sink and window, ascending, then -1
+    # [B, Hkv, NB, 4, Hq / Hkv] fp32, written for the blocks between sink and window: log2 of the weights of every 16
+    # tokens, or of the whole block and three times -inf
+    block_lse: Tensor
 
 
 @dataclass(frozen=True)
@@ -110,13 +128,24 @@ class SpecOutput:
     sums: Tensor  # [B, R, 2] fp32, R = `num_sums`: dist2, norm2 of slices of heads; the verdict adds them up
     epoch: Tensor | None = None  # [1] int32
     # [P, B, Hq] int64 LL packets, or None. If given, `spec_out` is [P, B, Hq, D]: `A~` is P partials, each with its lse
-    # (base 2), which the receiver combines. A partial without tokens has lse = -inf. For one request, with an epoch.
+    # (base 2), which the receiver combines. A partial without tokens has lse = -inf. With an epoch.
     spec_lse: Tensor | None = None
+    recall: RecallBuffers | None = None  # `A~` also reads these blocks
+
+    @property
+    def recall_parts(self) -> int:
+        """Number of partials over recalled blocks: the last ones of P."""
+        return 0 if self.recall is None else recall_parts(self.recall.lists.shape[-1])
 
     @property
     def parts(self) -> int:
-        """P, the number of partials of `A~`; 1 if it is one output."""
-        return 1 if self.spec_lse is None else self.spec_lse.shape[0]
+        """Number of partials of `A~` over sink and window; 1 if `A~` is not sent in parts."""
+        return 1 if self.spec_lse is None else self.spec_lse.shape[0] - self.recall_parts
+
+
+def recall_parts(recall_blocks: int) -> int:
+    """Number of partials over `recall_blocks` recalled blocks."""
+    return min(recall_blocks, MAX_RECALL_PARTS)
 
 
 def lean_decode_attention(
@@ -146,6 +175,7 @@ def lean_decode_attention(
         seq_lens: [B] int32 on the device, 1 .. N; the kernel reads it, so a captured launch serves any lengths.
         workspace: allocated for these shapes.  out: [B, Hq, D], contiguous.  lse: [B, Hq] fp32, base 2, contiguous.
         phase: with speculation, `predictor` writes only `A~`; `rest`, launched next on the same workspace, writes `A`.
+            With recalled blocks, `A~` is written by a combine launch, which overwrites `lse`.
         gate: [1] int32; 0 skips everything.
         prefetch_before_wait: True if the previous kernel, and any other kernel still running when this one starts,
             writes only these inputs of this launch: q, the newest token of each request, and the gate. The kernel then
@@ -181,6 +211,7 @@ def lean_decode_attention(
         "LONG": long_run,
         "SPEC": spec is not None,
         "SPEC_PARTS": spec.parts if spec else 1,
+        **recall_options(spec),
         "PHASE": PHASES[phase],
         "PDL": pdl,
         **({"launch_pdl": True} if pdl else {}),
@@ -195,16 +226,36 @@ def lean_decode_attention(
         kernel, inputs = lean_decode_kernel, (k_cache, v_cache, k_cache.shape[2], seq_lens)
     jit_launch(kernel, (workspace.num_programs,))(
         q, *inputs, spec.spec_out if spec else None, spec.spec_lse if spec else None,
-        spec.epoch if spec else None, workspace.o, workspace.lse, gate, *scalars, sm_scale * math.log2(math.e),
+        spec.epoch if spec else None, workspace.o, workspace.lse, gate, *recall_pointers(spec, phase), *scalars,
+        num_recall_blocks(spec), sm_scale * math.log2(math.e),
         HEADS_PAD=max(8 if use_tma else 16, heads_pad), STAGES=num_stages,
         READ_LENGTHS_EARLY=pdl and prefetch_before_wait, num_warps=NUM_WARPS, **options,
     )  # fmt: skip
-    if phase != "predictor":
+    if phase != "predictor" or options["RECALL"]:
         options |= {
             "WHOLE": results[0] is not None,
             "SLICES_PER_PROGRAM": slices_per_program(batch_size, num_qo_heads, head_dim),
         }
         launch_combine(lean_combine_kernel, seq_lens, workspace, out, lse, spec, gate, scalars, head_dim, options)
+
+
+def recall_options(speculation: SpecOutput | None) -> dict[str, int]:
+    """Launch options of recalled blocks, for the attention and the combine kernel of any codec."""
+    if speculation is None or speculation.recall is None:
+        return {"RECALL": 0, "RECALL_PARTS": 0}
+    return {"RECALL": speculation.recall.lists.shape[-1], "RECALL_PARTS": speculation.recall_parts}
+
+
+def recall_pointers(speculation: SpecOutput | None, phase: Phase) -> tuple[Tensor | None, Tensor | None]:
+    """What an attention kernel of any codec reads and writes of recalled blocks: lists, and block_lse with a rest."""
+    if speculation is None or speculation.recall is None:
+        return None, None
+    return speculation.recall.lists, None if phase == "predictor" else speculation.recall.block_lse
+
+
+def num_recall_blocks(speculation: SpecOutput | None) -> int:
+    """NB of `block_lse`; 0 without recalled blocks."""
+    return 0 if speculation is None or speculation.recall is None else speculation.recall.block_lse.shape[2]
 
 
 def _check(
@@ -227,7 +278,7 @@ def _check(
         if cache.shape != expected or cache.dtype != q.dtype:
             found = f"{list(cache.shape)} {cache.dtype}"
             raise ValueError(f"{name}: expected {list(expected)} {q.dtype}, as q has, found {found}")
-    check_spec_output(speculation, q, phase, MAX_SPEC_PARTS)
+    check_spec_output(speculation, q, num_kv_heads, phase, MAX_SPEC_PARTS)
 
 
 def check_outputs(q: Tensor, num_kv_heads: int, workspace: LeanWorkspace, out: Tensor, lse: Tensor) -> None:
@@ -242,21 +293,39 @@ def check_outputs(q: Tensor, num_kv_heads: int, workspace: LeanWorkspace, out: T
         raise ValueError(f"workspace: expected partials {list(expected)}, found {list(workspace.o.shape)}")
 
 
-def check_spec_output(speculation: SpecOutput | None, q: Tensor, phase: Phase, max_parts: int) -> None:
-    """Raise ValueError if the buffers of `speculation` do not fit the attention of q [B, Hq, D]; None is valid."""
+def check_spec_output(
+    speculation: SpecOutput | None, q: Tensor, num_kv_heads: int, phase: Phase, max_parts: int
+) -> None:
+    """Raise ValueError if the buffers of `speculation` do not fit the attention of q [B, Hq, D]; None is valid.
+
+    max_parts: parts over sink and window.
+    """
     if speculation is None:
         return
-    expected = (q.shape[0], num_sums(*q.shape), 2)
+    batch_size, num_qo_heads, _ = q.shape
+    expected = (batch_size, num_sums(*q.shape), 2)
     if speculation.sums.shape != expected:
         raise ValueError(f"sums: expected {list(expected)}, found {list(speculation.sums.shape)}")
-    parts = speculation.parts
-    if parts > 1:
-        if q.shape[0] > 1 or phase != "all" or speculation.epoch is None or parts > max_parts:
+    recall, parts = speculation.recall, speculation.parts
+    if recall is not None:
+        count, blocks = recall.lists.shape[-1], recall.block_lse.shape[-3]
+        if not 1 <= count <= MAX_RECALL_BLOCKS or recall.lists.shape != (batch_size, num_kv_heads, count):
             raise ValueError(
-                f"spec_lse: expected {max_parts} parts at most, for one request, with an epoch and phase 'all'"
+                f"lists: expected [{batch_size}, {num_kv_heads}, 1 .. {MAX_RECALL_BLOCKS}], "
+                f"found {list(recall.lists.shape)}"
             )
-        if speculation.spec_out.shape != (parts, *q.shape):
-            raise ValueError(f"spec_out: expected {[parts, *q.shape]}, found {list(speculation.spec_out.shape)}")
+        if recall.block_lse.shape != (batch_size, num_kv_heads, blocks, 4, num_qo_heads // num_kv_heads):
+            raise ValueError(f"block_lse: expected B, Hkv, NB, 4, Hq / Hkv, found {list(recall.block_lse.shape)}")
+    in_parts = speculation.spec_lse is not None
+    if (parts > 1 and batch_size > 1) or not 1 <= parts <= max_parts:
+        raise ValueError(f"spec_lse: expected {max_parts} parts at most, and one for several requests, found {parts}")
+    if in_parts and (phase != "all" or speculation.epoch is None):
+        raise ValueError("spec_lse: expected an epoch and phase 'all'")
+    if recall is not None and phase == "all" and not in_parts:
+        raise ValueError("spec_lse: expected with recalled blocks in phase 'all', found None")
+    total = parts + speculation.recall_parts
+    if in_parts and total > 1 and speculation.spec_out.shape != (total, *q.shape):
+        raise ValueError(f"spec_out: expected {[total, *q.shape]}, found {list(speculation.spec_out.shape)}")
 
 
 def launch_combine(
@@ -273,12 +342,17 @@ def launch_combine(
 ) -> None:
     """Launch the combine after the attention launch, for any codec: writes `out`, `lse` and the sums from the partials.
 
+    In phase `predictor` it writes `spec_out` instead of `out`.
+
     Args:
         kernel: the combine kernel of the codec.
         scalars, options: further arguments and launch options of the combine kernel, as in the attention launch. With
             an option SLICES_PER_PROGRAM a program combines as many slices, one after another; otherwise one.
         Others as for `lean_decode_attention`.
     """
+    if options["PHASE"] == PHASES["predictor"]:
+        assert speculation is not None
+        out = speculation.spec_out
     if options["PHASE"] == PHASES["rest"]:
         # Not a dependent launch. Its programs would wait on the SMs that are left free for collectives, and would set
         # these SMs to a large L1. Then the collectives could not start before attention has ended.

@@ -12,6 +12,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from alspec.kernels.attention.decode.combine import await_partials, combine_output, send_spec, store_partial
 from alspec.kernels.attention.decode.tile_schedule import (
+    KV_BLOCK,
+    PREDICTOR,
     REST,
     build_schedule,
     delay_for_predictor,
@@ -21,10 +23,12 @@ from alspec.kernels.attention.decode.tile_schedule import (
     output_tiles,
     program_of_tile,
     program_work,
+    recall_part_blocks,
     request_ranges,
     spec_block_n,
     spec_part_tokens,
     start_after,
+    tiles_of_block,
 )
 from alspec.kernels.common.device import inverse_of_sum, log2_of_sum
 from alspec.kernels.common.pdl import prefetch
@@ -84,6 +88,23 @@ def _finish_softmax(row_max, weight_sums, acc):
 
 
 @triton.jit
+def _store_block_lse(p, row_max, block_lse_ptr, output, token, left, num_blocks, enabled, HEADS_PER_KV: tl.constexpr):
+    """Store log2 of the sum of weights of every 16 tokens of a tile.
+
+    Args:
+        p: [BLOCK_N, heads], weights relative to row_max [heads].
+        token, left: first token of the tile, and tokens from there to the end of the range.
+        enabled: whether to store at all.
+    """
+    PARTS: tl.constexpr = p.shape[0] // 16
+    sums = tl.sum(tl.reshape(p, [PARTS, 16, p.shape[1]]), 1)
+    parts, heads = tl.arange(0, PARTS)[:, None], tl.arange(0, p.shape[1])[None, :]
+    offsets = (output.to(tl.int64) * num_blocks * 4 + token // 16 + parts) * HEADS_PER_KV + heads
+    mask = enabled & (parts * 16 < left) & (heads < HEADS_PER_KV)
+    tl.store(block_lse_ptr + offsets, row_max[None, :] + tl.log2(sums), mask=mask)
+
+
+@triton.jit
 def _attend_run(
     q_ptr,
     k_ptr,
@@ -94,6 +115,10 @@ def _attend_run(
     begin2,  # then tokens [begin2, end2): of the same output if `is_spec`, else of each further output
     end2,
     is_spec,
+    is_recall,  # tiles are blocks of a recall list: `listed_ptr`
+    listed_ptr,  # or None
+    block_lse_ptr,  # [B Hkv, NB, 4, HEADS_PER_KV] fp32, written for tiles of the rest; or None
+    num_blocks,  # NB
     tile,  # first tile, in the row of all rests
     count,  # number of tiles
     seq_lens,  # [B_PAD]
@@ -134,6 +159,12 @@ def _attend_run(
     for i in tl.range(0, count, num_stages=STAGES):
         # Advance from the previous tile: computing the token from the tile index would take a division.
         token += BLOCK_N
+        if listed_ptr is not None:
+            # A tile may be shorter or longer than a block: the tile that ends a block is followed by the next block.
+            TILES: tl.constexpr = tiles_of_block(BLOCK_N)
+            block = tl.load(listed_ptr + i // TILES, mask=is_recall, other=0) * KV_BLOCK
+            token = tl.where(is_recall, block + i % TILES * BLOCK_N, token)
+            limit = tl.where(is_recall, block + KV_BLOCK, limit)
         if B_PAD == 1:
             crosses = token >= limit
             token = tl.where(crosses, begin2, token)
@@ -175,6 +206,8 @@ def _attend_run(
         p = tl.exp2(s - new_max[None, :])
         alpha = tl.exp2(row_max - new_max)
         weight_sums = weight_sums * alpha[None, :] + p
+        if block_lse_ptr is not None:
+            _store_block_lse(p, new_max, block_lse_ptr, output, token, left, num_blocks, not is_spec, HEADS_PER_KV)
         p, acc = (
             _pad_columns(p.to(v.dtype), BLOCK_N, HEADS_PAD, REAL),
             _pad_columns(acc * alpha[None, :], D, HEADS_PAD, REAL),
@@ -186,7 +219,7 @@ def _attend_run(
 
 
 # One compiled kernel serves every capacity.
-@triton.jit(do_not_specialize=["capacity", "num_requests"])
+@triton.jit(do_not_specialize=["capacity", "num_requests", "num_blocks"])
 def lean_decode_kernel(
     q_ptr,  # [B, Hkv * HEADS_PER_KV, head_dim]
     k_ptr,  # [B, Hkv, capacity, head_dim]
@@ -202,8 +235,11 @@ def lean_decode_kernel(
     o_partial_ptr,
     lse_partial_ptr,  # [G + (1 + SPEC_PARTS) B Hkv, HEADS_PER_KV] fp32
     gate_ptr,  # [1] int32 or None
+    recalled_ptr,  # [B, Hkv, RECALL] int32, blocks in ascending order, then -1; or None
+    block_lse_ptr,  # [B, Hkv, NB, 4, HEADS_PER_KV] fp32, written: log2 of the weights of every 16 tokens; or None
     num_requests,
     chunk_size,
+    num_blocks,  # NB
     qk_scale,
     HKV: tl.constexpr,
     HEADS_PER_KV: tl.constexpr,
@@ -217,6 +253,8 @@ def lean_decode_kernel(
     STAGES: tl.constexpr,
     SPEC: tl.constexpr,
     SPEC_PARTS: tl.constexpr,  # 1 with a batch
+    RECALL: tl.constexpr,  # blocks of a recall list; 0: none
+    RECALL_PARTS: tl.constexpr,  # parts of A~ over them
     PHASE: tl.constexpr,
     PDL: tl.constexpr,
     READ_LENGTHS_EARLY: tl.constexpr,
@@ -239,10 +277,11 @@ def lean_decode_kernel(
     if epoch_ptr is not None:
         epoch = tl.load(epoch_ptr)  # loaded here, to arrive together with seq_lens
     is_long, rest_tiles, total_rest, parts, schedule = build_schedule(
-        seq_lens, num_requests, chunk_size, HKV, PROGRAMS, B_PAD, BLOCK_N, LONG, SPEC, SPEC_PARTS, PHASE
-    )
+        seq_lens, num_requests, chunk_size, HKV, PROGRAMS, B_PAD, BLOCK_N, LONG, SPEC, SPEC_PARTS, PHASE,
+        RECALL_PARTS, RECALL,
+    )  # fmt: skip
     num_outputs = HKV if B_PAD == 1 else num_requests * HKV
-    num_spec = num_outputs * parts if SPEC and PHASE != REST else 0
+    num_spec = num_outputs * (parts + RECALL_PARTS) if SPEC and PHASE != REST else 0
     block_n = tl.where(is_long, 2 * BLOCK_N, BLOCK_N)
     rest_end = tl.cumsum(rest_tiles, 0)
     tile, run_end, num_spec_items, num_items = program_work(program, num_spec, schedule, PROGRAMS, SPEC, PHASE)
@@ -252,15 +291,17 @@ def lean_decode_kernel(
         delay_for_predictor(program, item, num_spec, total_rest, is_long, BLOCK_N, HEAD_DIM, PROGRAMS, SPEC, PHASE, PDL)
         is_spec = item < num_spec_items
         spec_index = program + item * PROGRAMS
-        part = 0
-        if SPEC_PARTS > 1:
-            part = spec_index // HKV
+        part, is_recall = 0, False
+        if SPEC_PARTS + RECALL_PARTS > 1:
+            part = spec_index // num_outputs
+        if RECALL_PARTS > 0:
+            is_recall = is_spec & (part >= parts)
         if B_PAD == 1:
             request, before = 0, 0
         else:
             request, before = locate(tile, rest_end)
             if SPEC:
-                request = tl.where(is_spec, spec_index // HKV, request)
+                request = tl.where(is_spec, spec_index % num_outputs // HKV, request)
                 before = tl.max(tl.where(requests < request, rest_end, 0), 0)
         sink_r, window_r, seq_len, rest_r = request_ranges(request, seq_lens, chunk_size, is_long, B_PAD, BLOCK_N, SPEC)
         head = head_of_tile(tile - before, rest_r, HKV) if HKV <= 32 else (tile - before) // tl.maximum(rest_r, 1)
@@ -289,10 +330,23 @@ def lean_decode_kernel(
             begin, end = tl.where(is_spec, first, begin), tl.where(is_spec, first_end, end)
             begin2, end2 = tl.where(is_spec, window_r, begin2), tl.where(is_spec, seq_len, end2)
             count = tl.where(is_spec, spec_tiles, count)
+        listed_ptr = None
+        if RECALL_PARTS > 0:
+            PART_BLOCKS: tl.constexpr = recall_part_blocks(RECALL, RECALL_PARTS)
+            first_block = tl.where(is_recall, part - parts, 0) * PART_BLOCKS
+            listed_ptr = recalled_ptr + output * RECALL + first_block
+            entries = tl.arange(0, triton.next_power_of_2(PART_BLOCKS))
+            is_entry = (entries < PART_BLOCKS) & (first_block + entries < RECALL)
+            listed = tl.load(listed_ptr + entries, mask=is_entry, other=-1)
+            TILES: tl.constexpr = tiles_of_block(BLOCK_N)
+            LONG_TILES: tl.constexpr = tiles_of_block(2 * BLOCK_N)
+            listed_blocks = tl.sum((listed >= 0).to(tl.int32), 0)
+            count = tl.where(is_recall, listed_blocks * tl.where(use_long, LONG_TILES, TILES), count)
 
         # 3. Stream the tiles. `_attend_run` stores the partials of all outputs but the last.
         args = (
-            q_ptr, k_ptr, v_ptr, output, begin, end, begin2, end2, is_spec, tile, count, seq_lens, rest_end,
+            q_ptr, k_ptr, v_ptr, output, begin, end, begin2, end2, is_spec, is_recall, listed_ptr,
+            block_lse_ptr, num_blocks, tile, count, seq_lens, rest_end,
             o_partial_ptr, lse_partial_ptr, capacity, chunk_size, qk_scale, program,
         )  # fmt: skip
         if LONG > 0 and use_long:
@@ -304,16 +358,23 @@ def lean_decode_kernel(
                 *args, HKV, HEADS_PER_KV, HEADS_PAD, D, HEAD_DIM, B_PAD, BLOCK_N, STAGES, SPEC
             )
 
-        if count > 0:
+        has_partial = count > 0
+        if RECALL_PARTS > 0:
+            has_partial |= is_recall
+            o = tl.where((lse > float("-inf"))[None, :], o, 0.0)  # a part without blocks has weight 0
+        if has_partial:
             # 4. Store the partial of the last output; also send it to the receiver if it is `A~`.
             current, heads, channels = partial_index - program, tl.arange(0, o.shape[1]), tl.arange(0, D)
             if SPEC and PHASE != REST:
                 if is_spec:
-                    send_spec(
-                        o, lse, current, part, parts, num_outputs * HEADS_PER_KV, spec_out_ptr, spec_lse_ptr, epoch,
-                        heads, channels, HEADS_PER_KV, HEAD_DIM, SPEC_PARTS,
-                    )  # fmt: skip
-                    partial_index = PROGRAMS + num_outputs + current * SPEC_PARTS + part
+                    if RECALL_PARTS > 0:
+                        part = tl.where(is_recall, part - parts + SPEC_PARTS, part)
+                    if RECALL_PARTS == 0 or epoch is not None:
+                        send_spec(
+                            o, lse, current, part, parts, num_outputs * HEADS_PER_KV, spec_out_ptr, spec_lse_ptr, epoch,
+                            heads, channels, HEADS_PER_KV, HEAD_DIM, SPEC_PARTS, RECALL_PARTS,
+                        )  # fmt: skip
+                    partial_index = PROGRAMS + num_outputs + current * (SPEC_PARTS + RECALL_PARTS) + part
             store_partial(o, lse, o_partial_ptr, lse_partial_ptr, partial_index, heads, channels, HEADS_PER_KV)
 
 
@@ -342,7 +403,9 @@ def lean_combine_kernel(
     ROUND: tl.constexpr,  # partials loaded together
     SPEC: tl.constexpr,
     SPEC_PARTS: tl.constexpr,
-    PHASE: tl.constexpr,  # of the attention kernel
+    RECALL: tl.constexpr,
+    RECALL_PARTS: tl.constexpr,
+    PHASE: tl.constexpr,  # of the attention kernel; PREDICTOR: combine the parts of A~
     PDL: tl.constexpr,
     WHOLE: tl.constexpr,  # the attention kernel has written each output that has only one partial
 ):
@@ -351,8 +414,9 @@ def lean_combine_kernel(
         gdc_launch_dependents()
     seq_lens = load_seq_lens(seq_lens_ptr, num_requests, B_PAD)
     _, rest_tiles, _, parts, schedule = build_schedule(
-        seq_lens, num_requests, chunk_size, HKV, PROGRAMS, B_PAD, BLOCK_N, LONG, SPEC, SPEC_PARTS, PHASE
-    )
+        seq_lens, num_requests, chunk_size, HKV, PROGRAMS, B_PAD, BLOCK_N, LONG, SPEC, SPEC_PARTS, PHASE,
+        RECALL_PARTS, RECALL,
+    )  # fmt: skip
     num_outputs = HKV if B_PAD == 1 else num_requests * HKV
     for i in tl.range(SLICES_PER_PROGRAM):
         index = tl.program_id(0) * SLICES_PER_PROGRAM + i
@@ -364,6 +428,8 @@ def lean_combine_kernel(
         first_run = program_of_tile(first_tile, schedule)
         last_run = program_of_tile(first_tile + tiles - 1, schedule)
         partial_index, runs = first_run + output, tl.where(tiles > 0, last_run - first_run + 1, 0)
+        if PHASE == PREDICTOR:
+            runs = runs * 0
         if PDL:
             partial_index, runs = await_partials(partial_index, runs)
         is_needed = output < num_outputs
@@ -373,7 +439,8 @@ def lean_combine_kernel(
             is_needed = is_needed & (tl.load(gate_ptr) != 0)
         if is_needed:
             combine_output(
-                o_partial_ptr, lse_partial_ptr, partial_index, runs, PROGRAMS + num_outputs + output * SPEC_PARTS,
-                parts, row, head, slice_index, out_ptr, lse_ptr, sums_ptr, HEADS_PER_KV, D, HEAD_DIM, SLICE, SLICES,
-                ROUND, SPEC, SPEC_PARTS,
+                o_partial_ptr, lse_partial_ptr, partial_index, runs,
+                PROGRAMS + num_outputs + output * (SPEC_PARTS + RECALL_PARTS), parts, row, head, slice_index, out_ptr,
+                lse_ptr, sums_ptr, HEADS_PER_KV, D, HEAD_DIM, SLICE, SLICES, ROUND, SPEC, SPEC_PARTS, RECALL_PARTS,
+                PHASE == PREDICTOR,
             )  # fmt: skip

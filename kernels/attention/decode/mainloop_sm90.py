@@ -33,6 +33,7 @@ from triton.language.extra.cuda import gdc_wait
 from alspec.kernels.attention.decode.combine import send_spec, store_output, store_partial
 from alspec.kernels.attention.decode.tile_schedule import (
     ALL,
+    KV_BLOCK,
     PAUSE,
     PREDICTOR,
     REST,
@@ -43,6 +44,7 @@ from alspec.kernels.attention.decode.tile_schedule import (
     locate,
     num_spec_parts,
     program_work,
+    recall_part_blocks,
     spec_block_n,
     spec_part_tokens,
     start_after,
@@ -86,9 +88,16 @@ def _store_layout(d, columns, heads):
 
 
 @gluon.jit
-def _tile_start(cursor, BLOCK_N: gl.constexpr):
-    """First token of the tile at a cursor (output, token, end): `token`, or `end - BLOCK_N` if that is smaller."""
-    return gl.minimum(cursor[1], cursor[2] - BLOCK_N)
+def _tile_start(cursor, listed, BLOCK_N: gl.constexpr):
+    """First token of the tile at a cursor (output, token, end): `token`, or `end - BLOCK_N` if that is smaller.
+
+    Args:
+        listed: as for `_advance`.
+    """
+    start = cursor[1] + (KV_BLOCK - BLOCK_N)  # of a block: the tile holds all of it
+    if listed is None:
+        start = gl.minimum(cursor[1], cursor[2] - BLOCK_N)
+    return start
 
 
 @gluon.jit
@@ -111,22 +120,28 @@ def _next_output(output, batch, HKV: gl.constexpr, SPEC: gl.constexpr):
 
 
 @gluon.jit
-def _advance(cursor, next_range, batch, BLOCK_N: gl.constexpr, HKV: gl.constexpr, SPEC: gl.constexpr):
+def _advance(cursor, next_range, batch, listed, BLOCK_N: gl.constexpr, HKV: gl.constexpr, SPEC: gl.constexpr):
     """Return the cursor (output, token, end) of the next tile.
 
     Args:
         next_range: the range that follows `end`: (token, end, increment of the output).
         batch: as for `_next_output`, which then finds the next range; or None.
+        listed: None, or (list of blocks, its length): each tile is a block of this list. Instead of `end` the cursor
+            then has the block's index in the list.
     """
     output, token, end = cursor
-    token += BLOCK_N
-    crosses = token >= end
-    if batch is None:
-        output += gl.where(crosses, next_range[2], 0)
-        token, end = gl.where(crosses, next_range[0], token), gl.where(crosses, next_range[1], end)
+    if listed is not None:
+        end += 1
+        token = gl.load(listed[0] + end, mask=end < listed[1], other=0) * KV_BLOCK
     else:
-        if crosses:
-            output, token, end = _next_output(output, batch, HKV, SPEC)
+        token += BLOCK_N
+        crosses = token >= end
+        if batch is None:
+            output += gl.where(crosses, next_range[2], 0)
+            token, end = gl.where(crosses, next_range[0], token), gl.where(crosses, next_range[1], end)
+        else:
+            if crosses:
+                output, token, end = _next_output(output, batch, HKV, SPEC)
     return output, token, end
 
 
@@ -138,12 +153,12 @@ def _stage_and_parity(tile, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _issue_copy(desc, bars, tiles, stage, cursor, enable):
+def _issue_copy(desc, bars, tiles, stage, cursor, listed, enable):
     """Issue the TMA copy of the tile at a cursor, if `enable`.
 
     Each issued copy must be waited for; otherwise the mbarrier parity of later tiles is wrong.
     """
-    bar, start = bars.index(stage), _tile_start(cursor, tiles.shape[2])
+    bar, start = bars.index(stage), _tile_start(cursor, listed, tiles.shape[2])
     mbarrier.expect(bar, desc.block_type.nbytes, pred=enable)
     tma.async_copy_global_to_shared(desc, [cursor[0], start, 0], bar, tiles.index(stage), pred=enable)
 
@@ -204,6 +219,29 @@ def _finish_softmax(row_max, weight_sums, acc, warp_buffer, HEADS_PER_KV: gl.con
 
 
 @gluon.jit
+def _store_block_lse(p, row_max, block_lse, output, token, end, HEADS_PER_KV: gl.constexpr):
+    """Store log2 of the sum of weights of every 16 tokens of a tile: those that a warp holds, so no warps exchange.
+
+    Args:
+        p: [BLOCK_N, HEADS_PAD], weights relative to row_max [HEADS_PAD].
+        block_lse: (pointer of [outputs, NB, 4, HEADS_PER_KV] fp32, NB).
+        token, end: of the cursor. Tokens of the tile before `token` belong to an earlier tile.
+    """
+    sums = gl.sum(_split_by_warp(p), 2)  # [BLOCK_N / 64, 4, HEADS_PAD]
+    BLOCKS: gl.constexpr = sums.shape[0]
+    layout: gl.constexpr = sums.type.layout
+    blocks = gl.arange(0, BLOCKS, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
+    warps = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
+    heads = gl.arange(0, sums.shape[2], layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
+    row_max = gl.convert_layout(row_max, gl.SliceLayout(0, gl.SliceLayout(1, layout)), assert_trivial=True)
+    start = _tile_start((output, token, end), None, BLOCKS * 64)
+    block = start // KV_BLOCK + blocks
+    offsets = ((output.to(gl.int64) * block_lse[1] + block) * 4 + warps) * HEADS_PER_KV + heads
+    mask = (block * KV_BLOCK >= token) & (heads < HEADS_PER_KV) & (warps >= 0)
+    gl.store(block_lse[0] + offsets, row_max[None, None, :] + log2_of_sum(sums), mask=mask)
+
+
+@gluon.jit
 def _partial_indices(o):
     """Return (query heads [HEADS_PAD], channels [D]) of a partial o [D, HEADS_PAD], in its layout."""
     layout: gl.constexpr = o.type.layout
@@ -213,7 +251,7 @@ def _partial_indices(o):
 
 @gluon.jit
 def _issue_first_copies(
-    streams, cursor, next_range, batch, count, tiles_done, was_delayed, HKV: gl.constexpr, SPEC: gl.constexpr,
+    streams, cursor, next_range, batch, listed, count, tiles_done, was_delayed, HKV: gl.constexpr, SPEC: gl.constexpr,
     PREFETCH_TILE: gl.constexpr,
 ):  # fmt: skip
     """Issue the copies of the first tiles of a work item.
@@ -233,9 +271,9 @@ def _issue_first_copies(
     STAGES: gl.constexpr = k_tiles.shape[0]
     is_issued = False
     if PREFETCH_TILE:
-        is_issued = (count > 0) & (_tile_start(cursor, BLOCK_N) + BLOCK_N < cursor[2])
-        _issue_copy(k_desc, k_bars, k_tiles, 0, cursor, is_issued)
-        _issue_copy(v_desc, v_bars, v_tiles, 0, cursor, is_issued)
+        is_issued = (count > 0) & (_tile_start(cursor, listed, BLOCK_N) + BLOCK_N < cursor[2])
+        _issue_copy(k_desc, k_bars, k_tiles, 0, cursor, listed, is_issued)
+        _issue_copy(v_desc, v_bars, v_tiles, 0, cursor, listed, is_issued)
         gdc_wait()
     last_cursor = cursor
     for i in gl.static_range(STAGES):
@@ -246,18 +284,19 @@ def _issue_first_copies(
         if PREFETCH_TILE and i == 0:
             enable = enable & (is_issued == 0)
         stage, _ = _stage_and_parity(tiles_done + i, STAGES)
-        _issue_copy(k_desc, k_bars, k_tiles, stage, cursor, enable)
-        _issue_copy(v_desc, v_bars, v_tiles, stage, cursor, enable)
+        _issue_copy(k_desc, k_bars, k_tiles, stage, cursor, listed, enable)
+        _issue_copy(v_desc, v_bars, v_tiles, stage, cursor, listed, enable)
         last_cursor = cursor
-        cursor = _advance(cursor, next_range, batch, BLOCK_N, HKV, SPEC)
+        cursor = _advance(cursor, next_range, batch, listed, BLOCK_N, HKV, SPEC)
     return last_cursor, cursor
 
 
 @gluon.jit
 def _attend_run(
     streams, q_ptr, q_tile, warp_buffer, cursor, next_range, count, tiles_done, o_ptr, lse_ptr, qk_scale, program,
-    num_outputs, batch, out_ptr, out_lse_ptr, is_whole, was_delayed, HKV: gl.constexpr, HEADS_PER_KV: gl.constexpr,
-    HEAD_DIM: gl.constexpr, SPEC: gl.constexpr, IS_SPEC: gl.constexpr, PREFETCH_TILE: gl.constexpr,
+    num_outputs, batch, listed, block_lse, out_ptr, out_lse_ptr, is_whole, was_delayed, HKV: gl.constexpr,
+    HEADS_PER_KV: gl.constexpr, HEAD_DIM: gl.constexpr, SPEC: gl.constexpr, IS_SPEC: gl.constexpr,
+    PREFETCH_TILE: gl.constexpr,
 ):  # fmt: skip
     """Online softmax over `count` tiles. Copies for the next output start before this output ends.
 
@@ -268,6 +307,8 @@ def _attend_run(
             the same output, and the increment is 0. Otherwise it is the range of every further output, and the
             increment is 1.
         batch: None with IS_SPEC or one request; otherwise as for `_next_output`, in place of `next_range`.
+        listed: as for `_advance`; then there is no `next_range` and no `batch`.
+        block_lse: as for `_store_block_lse`, or None.
         out_ptr, out_lse_ptr: as for `store_output`.
         is_whole: the run begins with the first tile of its first output.
         tiles_done: tiles that this program has loaded before; gives the stage and parity of the next tile.
@@ -287,7 +328,7 @@ def _attend_run(
     output, token, end = cursor
     if PREFETCH_TILE:
         v_cursor, k_cursor = _issue_first_copies(
-            streams, cursor, next_range, batch, count, tiles_done, was_delayed, HKV, SPEC, PREFETCH_TILE
+            streams, cursor, next_range, batch, listed, count, tiles_done, was_delayed, HKV, SPEC, PREFETCH_TILE
         )
     # Without PREFETCH_TILE q is ready: load it before the tiles. Load q of the next output early, to hide its latency.
     q = _load_query(q_ptr, output, num_outputs, HEADS_PAD, HEADS_PER_KV, D, HEAD_DIM)
@@ -297,14 +338,17 @@ def _attend_run(
         next_q = _load_query(q_ptr, upcoming[0], num_outputs, HEADS_PAD, HEADS_PER_KV, D, HEAD_DIM)
     if not PREFETCH_TILE:
         v_cursor, k_cursor = _issue_first_copies(
-            streams, cursor, next_range, batch, count, tiles_done, was_delayed, HKV, SPEC, PREFETCH_TILE
+            streams, cursor, next_range, batch, listed, count, tiles_done, was_delayed, HKV, SPEC, PREFETCH_TILE
         )
     _store_query(q_tile, q)
     zero_scores = gl.zeros([BLOCK_N, HEADS_PAD], gl.float32, _mma_layout(HEADS_PAD))
     offsets = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, zero_scores.type.layout))
     row_max, weight_sums, acc = _init_softmax(BLOCK_N, HEADS_PAD, D)
     for i in range(count):
-        if token >= end:
+        if listed is not None:
+            token = gl.load(listed[0] + i) * KV_BLOCK
+            end = i
+        elif token >= end:
             if IS_SPEC:
                 token, end = next_range[0], next_range[1]
             else:
@@ -325,20 +369,22 @@ def _attend_run(
         s = warpgroup_mma(k, q_tile.permute((1, 0)), zero_scores, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, [s]) * qk_scale
         # Mask the tokens before `token`: the tile may start earlier (`_tile_start`).
-        own_tokens = offsets >= token - _tile_start((output, token, end), BLOCK_N)
+        own_tokens = offsets >= token - _tile_start((output, token, end), listed, BLOCK_N)
         s = gl.where(own_tokens[:, None], s, float("-inf"))
         warp_buffer.store(gl.max(gl.max(_split_by_warp(s), 0), 1))
         _barrier()
         # Every warp has now read K of this tile and V of the previous one, so both buffers can be refilled.
         last_stage, _ = _stage_and_parity(stage + STAGES - 1, STAGES)
-        _issue_copy(v_desc, v_bars, v_tiles, last_stage, v_cursor, (i > 0) & (i + STAGES <= count))
-        _issue_copy(k_desc, k_bars, k_tiles, stage, k_cursor, i + STAGES < count)
-        v_cursor, k_cursor = k_cursor, _advance(k_cursor, next_range, batch, BLOCK_N, HKV, SPEC)
+        _issue_copy(v_desc, v_bars, v_tiles, last_stage, v_cursor, listed, (i > 0) & (i + STAGES <= count))
+        _issue_copy(k_desc, k_bars, k_tiles, stage, k_cursor, listed, i + STAGES < count)
+        v_cursor, k_cursor = k_cursor, _advance(k_cursor, next_range, batch, listed, BLOCK_N, HKV, SPEC)
         tile_max = gl.max(warp_buffer.load(_warp_values_layout(HEADS_PAD)), 0)
         new_max = gl.maximum(row_max, gl.convert_layout(tile_max, row_max.type.layout, assert_trivial=True))
         p = gl.exp2(s - new_max[None, :])
         alpha = gl.exp2(row_max - new_max)
         row_max, weight_sums = new_max, weight_sums * alpha[None, :] + p
+        if block_lse is not None:
+            _store_block_lse(p, new_max, block_lse, output, token, end, HEADS_PER_KV)
         p_tile.permute((1, 0)).store(p.to(p_tile.dtype))
         fence_async_shared()
         _barrier()
@@ -351,15 +397,29 @@ def _attend_run(
     return o, lse, output, is_whole & (token >= end)
 
 
+@gluon.jit
+def _listed_blocks(
+    recalled_ptr, output, recall_part, RECALL: gl.constexpr, RECALL_PARTS: gl.constexpr
+):  # fmt: skip
+    """Return where the blocks of a part over recalled blocks are listed, and how many there are."""
+    BLOCKS: gl.constexpr = recall_part_blocks(RECALL, RECALL_PARTS)
+    first = recall_part * BLOCKS
+    blocks_ptr = recalled_ptr + output * RECALL + first
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    entries = gl.arange(0, 32, layout=layout)
+    blocks = gl.load(blocks_ptr + entries, mask=(entries < BLOCKS) & (first + entries < RECALL), other=-1)
+    return blocks_ptr, gl.sum((blocks >= 0).to(gl.int32), 0)
+
+
 # Not specialised: Triton makes an argument of 1 a constexpr, and calls with it would not compile.
-@gluon.jit(do_not_specialize=["num_requests", "chunk_size"])
+@gluon.jit(do_not_specialize=["num_requests", "chunk_size", "num_blocks"])
 def lean_sm90_kernel(
     q_ptr, k_desc, v_desc, k_long, v_long, seq_lens_ptr, out_ptr, out_lse_ptr, spec_out_ptr, spec_lse_ptr, epoch_ptr,
-    o_partial_ptr, lse_partial_ptr, gate_ptr, num_requests, chunk_size, qk_scale, HKV: gl.constexpr,
-    HEADS_PER_KV: gl.constexpr, HEADS_PAD: gl.constexpr, D: gl.constexpr, HEAD_DIM: gl.constexpr,
-    PROGRAMS: gl.constexpr, B_PAD: gl.constexpr, BLOCK_N: gl.constexpr, LONG: gl.constexpr, STAGES: gl.constexpr,
-    SPEC: gl.constexpr, SPEC_PARTS: gl.constexpr, PHASE: gl.constexpr, PDL: gl.constexpr,
-    READ_LENGTHS_EARLY: gl.constexpr,
+    o_partial_ptr, lse_partial_ptr, gate_ptr, recalled_ptr, block_lse_ptr, num_requests, chunk_size, num_blocks,
+    qk_scale, HKV: gl.constexpr, HEADS_PER_KV: gl.constexpr, HEADS_PAD: gl.constexpr, D: gl.constexpr,
+    HEAD_DIM: gl.constexpr, PROGRAMS: gl.constexpr, B_PAD: gl.constexpr, BLOCK_N: gl.constexpr, LONG: gl.constexpr,
+    STAGES: gl.constexpr, SPEC: gl.constexpr, SPEC_PARTS: gl.constexpr, RECALL: gl.constexpr,
+    RECALL_PARTS: gl.constexpr, PHASE: gl.constexpr, PDL: gl.constexpr, READ_LENGTHS_EARLY: gl.constexpr,
 ):  # fmt: skip
     """Write the partials, and with speculation `A~`. Grid [PROGRAMS].
 
@@ -419,7 +479,7 @@ def lean_sm90_kernel(
         SPEC_N: gl.constexpr = spec_block_n(BLOCK_N, LONG)
         sinks, windows = token_ranges(lengths, chunk_size, SPEC)
         parts = num_spec_parts(sinks, lengths - windows, chunk_size, SPEC_N, SPEC_PARTS)
-        num_spec = num_outputs * parts
+        num_spec = num_outputs * (parts + RECALL_PARTS)
         # No hoisting of loop invariants: before the loop they would delay the first copy.
         for spec_index in tl.range(program, num_spec, PROGRAMS, disable_licm=True):
             if B_PAD == 1:
@@ -427,29 +487,49 @@ def lean_sm90_kernel(
                 output = spec_index - part * HKV
             else:
                 part, output = 0, spec_index
+                if RECALL_PARTS > 0:
+                    part = spec_index // num_outputs
+                    output = spec_index - part * num_outputs
                 seq_len = gl.load(seq_lens_ptr + (output.to(gl.uint32) // HKV).to(gl.int32))
                 sink, window = token_ranges(seq_len, chunk_size, SPEC)
-            first, end, count = spec_part_tokens(part, sink, window, seq_len, chunk_size, SPEC_N, SPEC_PARTS)
-            # batch, out_ptr, out_lse_ptr and was_delayed are None, is_whole has no use; IS_SPEC, no PREFETCH_TILE.
-            o, lse, _, _ = _attend_run(
-                long_streams if SPEC_N > BLOCK_N else streams, q_ptr, q_tile, warp_buffer, (output, first, end),
-                (window, seq_len, 0), count, tiles_done, o_partial_ptr, lse_partial_ptr, qk_scale, program,
-                num_outputs, None, None, None, count > 0, None, HKV, HEADS_PER_KV, HEAD_DIM, SPEC, True, False,
-            )  # fmt: skip
+            # Without batch, block_lse, out_ptr, out_lse_ptr and was_delayed; IS_SPEC, no PREFETCH_TILE.
+            slot = part
+            if RECALL_PARTS > 0 and part >= parts:
+                recall_part = part - parts
+                blocks_ptr, count = _listed_blocks(recalled_ptr, output, recall_part, RECALL, RECALL_PARTS)
+                first = gl.load(blocks_ptr, mask=count > 0, other=0) * KV_BLOCK
+                o, lse, _, _ = _attend_run(
+                    streams, q_ptr, q_tile, warp_buffer, (output, first, 0), None, count, tiles_done, o_partial_ptr,
+                    lse_partial_ptr, qk_scale, program, num_outputs, None, (blocks_ptr, count), None, None, None,
+                    count > 0, None, HKV, HEADS_PER_KV, HEAD_DIM, SPEC, True, False,
+                )  # fmt: skip
+                slot = recall_part + SPEC_PARTS
+            else:
+                first, end, count = spec_part_tokens(part, sink, window, seq_len, chunk_size, SPEC_N, SPEC_PARTS)
+                o, lse, _, _ = _attend_run(
+                    long_streams if SPEC_N > BLOCK_N else streams, q_ptr, q_tile, warp_buffer, (output, first, end),
+                    (window, seq_len, 0), count, tiles_done, o_partial_ptr, lse_partial_ptr, qk_scale, program,
+                    num_outputs, None, None, None, None, None, count > 0, None, HKV, HEADS_PER_KV, HEAD_DIM, SPEC, True,
+                    False,
+                )  # fmt: skip
             tiles_done += count
             indices = _partial_indices(o)
-            send_spec(
-                o, lse, output, part, parts, num_outputs * HEADS_PER_KV, spec_out_ptr, spec_lse_ptr, epoch, *indices,
-                HEADS_PER_KV, HEAD_DIM, SPEC_PARTS,
-            )  # fmt: skip
-            partial_index = PROGRAMS + num_outputs + output * SPEC_PARTS + part
+            if RECALL_PARTS > 0:
+                o = gl.where((lse > float("-inf"))[None, :], o, 0.0)  # a part without blocks has weight 0
+            if RECALL_PARTS == 0 or epoch is not None:
+                send_spec(
+                    o, lse, output, slot, parts, num_outputs * HEADS_PER_KV, spec_out_ptr, spec_lse_ptr, epoch,
+                    *indices, HEADS_PER_KV, HEAD_DIM, SPEC_PARTS, RECALL_PARTS,
+                )  # fmt: skip
+            partial_index = PROGRAMS + num_outputs + output * (SPEC_PARTS + RECALL_PARTS) + slot
             store_partial(o, lse, o_partial_ptr, lse_partial_ptr, partial_index, *indices, HEADS_PER_KV)
 
     if PHASE != PREDICTOR:
         # 3. The run of this program. `_attend_run` stores the partials of all outputs but the last.
         is_long, rest_tiles, total_rest, _, schedule = build_schedule(
-            lengths, num_requests, chunk_size, HKV, PROGRAMS, B_PAD, BLOCK_N, LONG, SPEC, SPEC_PARTS, PHASE
-        )
+            lengths, num_requests, chunk_size, HKV, PROGRAMS, B_PAD, BLOCK_N, LONG, SPEC, SPEC_PARTS, PHASE,
+            RECALL_PARTS, RECALL,
+        )  # fmt: skip
         tile, run_end, num_spec_items, _ = program_work(program, num_spec, schedule, PROGRAMS, SPEC, PHASE)
         if SPEC and PHASE == ALL:
             if (num_spec_items > 0) & (tile >= run_end):
@@ -471,15 +551,18 @@ def lean_sm90_kernel(
             q_ptr, q_tile, warp_buffer, (first_output + head, begin, window), (sink, window, 1), run_end - tile,
             tiles_done, o_partial_ptr, lse_partial_ptr, qk_scale, program, num_outputs,
         )  # fmt: skip
+        block_lse = None
+        if block_lse_ptr is not None:
+            block_lse = block_lse_ptr, num_blocks
         if LONG > 0 and is_long:
             o, lse, output, is_whole = _attend_run(
-                long_streams, *args, batch, out_ptr, out_lse_ptr, tile == first_tile, was_delayed, HKV, HEADS_PER_KV,
-                HEAD_DIM, SPEC, False, PREFETCH_TILE,
+                long_streams, *args, batch, None, block_lse, out_ptr, out_lse_ptr, tile == first_tile, was_delayed,
+                HKV, HEADS_PER_KV, HEAD_DIM, SPEC, False, PREFETCH_TILE,
             )  # fmt: skip
         else:
             o, lse, output, is_whole = _attend_run(
-                streams, *args, batch, out_ptr, out_lse_ptr, tile == first_tile, was_delayed, HKV, HEADS_PER_KV,
-                HEAD_DIM, SPEC, False, PREFETCH_TILE,
+                streams, *args, batch, None, block_lse, out_ptr, out_lse_ptr, tile == first_tile, was_delayed, HKV,
+                HEADS_PER_KV, HEAD_DIM, SPEC, False, PREFETCH_TILE,
             )  # fmt: skip
         if tile < run_end:
             store_output(

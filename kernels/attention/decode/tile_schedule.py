@@ -3,7 +3,8 @@
 Terms (the method is described in lean_decode.py):
 
 - *output*: one (request, KV head) with all query heads of that KV head; its index is `request * HKV + head`.
-- *spec item*: the work for `A~` of one output, over the tokens of sink and window, or one *part* of that work.
+- *spec item*: the work for `A~` of one output, over the tokens of sink and window, or one *part* of that work. With
+  recalled blocks, further parts are over those blocks; their tokens are part of the rest, too.
 - *rest*: the tokens of an output outside sink and window; without speculation, all tokens. The rests of all outputs
   form one row of tiles, in the order of the outputs.
 - *run*: the consecutive tiles of that row that one program computes.
@@ -41,6 +42,8 @@ __all__ = [
     "locate",
     "extra_window_tiles",
     "num_spec_parts",
+    "recall_part_blocks",
+    "KV_BLOCK",
     "build_schedule",
     "request_ranges",
     "program_of_tile",
@@ -49,6 +52,7 @@ __all__ = [
     "output_tiles",
     "token_ranges",
     "spec_part_tokens",
+    "tiles_of_block",
 ]
 
 # Phase of a launch. With two launches, PREDICTOR leaves `A~` and its partial for REST. Between them a collective sends
@@ -57,6 +61,7 @@ ALL = tl.constexpr(0)
 PREDICTOR = tl.constexpr(1)
 REST = tl.constexpr(2)
 
+KV_BLOCK = tl.constexpr(KV_TILE)  # tokens of a block that may be recalled
 WINDOW_ALIGN = tl.constexpr(KV_TILE)  # the window starts at a multiple of this many tokens, for every BLOCK_N
 SPEC_OVERHEAD = tl.constexpr(1)  # cost of a spec item beyond its tiles (waiting, sending), in tiles
 # HEAD_START: cycles that programs without a spec item wait before their first loads, so that the predictor's loads come
@@ -128,8 +133,8 @@ def _programs_without_spec(num_spec, programs):
 
 @triton.jit
 def _divide_work(
-    num_spec, spec_tiles, total_rest, grain, HKV: tl.constexpr, MAX_PARTS: tl.constexpr, PROGRAMS: tl.constexpr,
-    EVEN: tl.constexpr, SPEC: tl.constexpr,
+    num_spec, spec_tiles, total_rest, grain, HKV: tl.constexpr, MIN_PARTS: tl.constexpr, MAX_PARTS: tl.constexpr,
+    PROGRAMS: tl.constexpr, EVEN: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
     """Divide the tiles of the rest over the programs, in grains; grains have one tile with speculation.
 
@@ -143,7 +148,8 @@ def _divide_work(
 
     Args:
         num_spec: number of spec items.  spec_tiles: cost of each.  total_rest: grains in the rests of all outputs.
-        MAX_PARTS: largest number of parts of `A~` for each of HKV heads of one request; 0 with a batch.
+        MIN_PARTS, MAX_PARTS: bounds of the parts of `A~` for each of HKV heads of one request; MAX_PARTS is 0 with a
+            batch.
     Returns:
         The schedule (leaders, lead_run, followers, run, longer, grain); the first five count programs or grains.
     """
@@ -162,7 +168,7 @@ def _divide_work(
         else:
             # Divide by each possible number of followers, a constant: a real division is slow.
             run = left * 0
-            for parts in tl.static_range(1, MAX_PARTS + 1):
+            for parts in tl.static_range(MIN_PARTS, MAX_PARTS + 1):
                 run_for_parts = _udiv_const(left, _programs_without_spec(parts * HKV, PROGRAMS))
                 run = tl.where(num_spec == parts * HKV, run_for_parts, run)
     else:
@@ -245,6 +251,18 @@ def extra_window_tiles(block_n):
 def spec_block_n(block_n, long_run):
     """Tokens in a tile of a spec item: always the long tile, up to 128 tokens."""
     return 2 * block_n if long_run > 0 and block_n < 128 else block_n
+
+
+@triton.constexpr_function
+def tiles_of_block(block_n):
+    """Tiles that a recalled block takes."""
+    return -(-KV_BLOCK.value // block_n)
+
+
+@triton.constexpr_function
+def recall_part_blocks(recall, parts):
+    """Most blocks in one of the parts of `A~` over recalled blocks."""
+    return -(-recall // parts)
 
 
 @triton.jit
@@ -362,13 +380,16 @@ def load_seq_lens(seq_lens_ptr, num_requests, B_PAD: tl.constexpr):
 def build_schedule(
     seq_lens, num_requests, chunk_size, HKV: tl.constexpr, PROGRAMS: tl.constexpr, B_PAD: tl.constexpr,
     BLOCK_N: tl.constexpr, LONG: tl.constexpr, SPEC: tl.constexpr, SPEC_PARTS: tl.constexpr, PHASE: tl.constexpr,
+    RECALL_PARTS: tl.constexpr = 0, RECALL: tl.constexpr = 0,
 ):  # fmt: skip
     """Compute the schedule and all other values that depend on the lengths [B_PAD] alone.
+
+    RECALL blocks of each output are recalled, in RECALL_PARTS further parts of `A~`.
 
     Returns:
         is_long: the rest has long tiles.
         rest_tiles: [B_PAD], tiles of the rest of each request, over all its KV heads.  total_rest: their sum.
-        parts: number of parts of `A~` that have tiles.
+        parts: number of parts of `A~` over sink and window that have tiles.
         schedule: from `_divide_work`.
     """
     SPEC_N: tl.constexpr = spec_block_n(BLOCK_N, LONG)
@@ -376,12 +397,15 @@ def build_schedule(
     num_outputs = HKV if B_PAD == 1 else num_requests * HKV
     parts = num_spec_parts(sink, seq_lens - window, chunk_size, SPEC_N, SPEC_PARTS)
     part_tiles = tl.minimum(_part_tiles(chunk_size, SPEC_N, SPEC_PARTS), 2 * _cdiv_const(chunk_size, SPEC_N))
+    if RECALL_PARTS > 0:
+        part_tiles = tl.maximum(part_tiles, recall_part_blocks(RECALL, RECALL_PARTS) * KV_BLOCK // SPEC_N)
+    all_parts = parts + RECALL_PARTS
     tiles = tl.sum(count_tiles(window - sink, False, BLOCK_N), 0) * HKV
     is_long = LONG > 0 and tiles > LONG * PROGRAMS
     if LONG > 0 and BLOCK_N < 128:
         # Also take long tiles if the busiest program then has no more tokens. Spec items always have long tiles.
         long_tiles = tl.sum(count_tiles(window - sink, True, BLOCK_N), 0) * HKV
-        all_spec_tiles = num_outputs * parts * part_tiles if SPEC else 0
+        all_spec_tiles = num_outputs * all_parts * part_tiles if SPEC else 0
         longest = _cdiv_const(tiles + 2 * all_spec_tiles, PROGRAMS)
         is_long |= 2 * _cdiv_const(long_tiles + all_spec_tiles, PROGRAMS) <= longest
     head_tiles = count_tiles(window - sink, is_long, BLOCK_N)
@@ -395,7 +419,7 @@ def build_schedule(
         grains, grain = tl.where(is_whole, num_outputs, total_rest), tl.where(is_whole, longest_head, 1)
     EVEN: tl.constexpr = PROGRAMS // 8 * 8 if B_PAD == 1 and PROGRAMS > 8 else PROGRAMS
     schedule = _divide_work(
-        num_outputs * parts, count_tiles(part_tiles * SPEC_N, is_long, BLOCK_N) + SPEC_OVERHEAD,
-        grains, grain, HKV, SPEC_PARTS if B_PAD == 1 else 0, PROGRAMS, EVEN, SPEC and PHASE == ALL,
+        num_outputs * all_parts, count_tiles(part_tiles * SPEC_N, is_long, BLOCK_N) + SPEC_OVERHEAD, grains, grain,
+        HKV, 1 + RECALL_PARTS, SPEC_PARTS + RECALL_PARTS if B_PAD == 1 else 0, PROGRAMS, EVEN, SPEC and PHASE == ALL,
     )  # fmt: skip
     return is_long, rest_tiles, total_rest, parts, schedule

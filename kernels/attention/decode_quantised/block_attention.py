@@ -19,10 +19,18 @@ import triton
 import triton.language as tl
 
 from alspec.kernels.attention.decode_quantised.lanes import reduce_rows
-from alspec.kernels.attention.decode_quantised.record_loads import await_side, copy_side, load_scales, side_pointer
+from alspec.kernels.attention.decode_quantised.record_loads import (
+    await_side,
+    block_index,
+    copy_side,
+    load_scales,
+    side_pointer,
+)
 from alspec.kernels.attention.decode_quantised.sides import accumulate, read_keys, read_values, scale_query, scores
 from alspec.kernels.attention.decode_quantised.tail_attention import EMPTY_MAX
+from alspec.kernels.attention.decode_quantised.warp_combine import store_lanes
 from alspec.kernels.attention.sas_exp2 import sas_exp2
+from alspec.kernels.common.device import log2_of_sum
 from alspec.kernels.kv_codec.flashq.record import TOKENS
 
 __all__ = ["attend_blocks", "empty_softmax"]
@@ -49,6 +57,25 @@ def _block_max(s):
 
 
 @triton.jit
+def _store_block_lse(p, block_maxima, block_lse, block, valid, HEADS_PER_KV: tl.constexpr, C: tl.constexpr):
+    """Store log2 of the sum of weights of each warp's block.
+
+    Args:
+        p: weights relative to block_maxima, (c n) in lanes.  block: [W].  valid: [W, 1].
+    """
+    lanes = tl.arange(0, 32)[None, :]
+    for c in tl.static_range(C):
+        total = p[c * (TOKENS // 8)]
+        for n in tl.static_range(1, TOKENS // 8):
+            total += p[c * (TOKENS // 8) + n]
+        total = reduce_rows(total, "add")
+        head = lanes % 4 * C + c
+        pointers = block_lse[0] + block[:, None] * (4 * HEADS_PER_KV) + head
+        mask = block_lse[1] & valid & (head < HEADS_PER_KV) & (lanes < 4)
+        store_lanes(pointers, block_maxima[c] + log2_of_sum(total), mask)
+
+
+@triton.jit
 def attend_blocks(
     maxima,  # an online softmax, in lanes, with `state`: of `empty_softmax` or `attend_tail`
     state,
@@ -56,11 +83,13 @@ def attend_blocks(
     qk_scale,  # sm_scale log2(e)
     records_ptr,  # of this output
     scales_ptr,  # of this output
-    blocks,  # (first, split, second, count): [first, first + split), then those from `second` on; `count` > 0 in all
+    blocks,  # as for `block_index`; there are some
+    block_lse,  # None, or (pointer of [NB, 4, HEADS_PER_KV] fp32, enabled): written for each block if enabled
     cutoff,  # of SAS weights, relative to the maximum so far
     buffers,  # of `init_buffers`; with BULK the copies of the first tile are already issued
     parity,  # barrier phase of the first tile; it alternates from tile to tile
     FORMAT: tl.constexpr,
+    HEADS_PER_KV: tl.constexpr,
     HEADS: tl.constexpr,
     BITS: tl.constexpr,  # of the head
     W: tl.constexpr,
@@ -90,7 +119,7 @@ def attend_blocks(
             copy_side(buffers, records_ptr, tile + 1, blocks, BITS, more, values[-1], FORMAT, True, W, D)
 
         valid = (tile * W + warps < count)[:, None]
-        p, alphas, betas, new_maxima = (), (), (), ()
+        p, alphas, betas, new_maxima, block_maxima = (), (), (), (), ()
         for c in tl.static_range(C):
             unit = k_scale[:, None] * query_scale[0][c]
             code_max = _block_max(s[c])
@@ -101,12 +130,15 @@ def attend_blocks(
             alphas = alphas + (tl.exp2(maxima[c] - new_max),)  # noqa: RUF005 (Triton has no *)
             betas = betas + (tl.exp2(block_max - new_max),)  # noqa: RUF005
             new_maxima = new_maxima + (new_max,)  # noqa: RUF005
+            block_maxima = block_maxima + (block_max,)  # noqa: RUF005
             code_max *= unit
             for n in tl.static_range(TOKENS // 8):
                 x = s[c][n] * unit - code_max
                 # The cutoff is relative to the maximum so far, not to the block's maximum.
                 p = p + (sas_exp2(x, cutoff + (new_max - block_max)) if SAS else tl.exp2(x),)  # noqa: RUF005
         maxima = new_maxima
+        if block_lse is not None:
+            _store_block_lse(p, block_maxima, block_lse, block_index(tile, warps, blocks, W), valid, HEADS_PER_KV, C)
         state = accumulate(state, p, alphas, betas, v_scale, values, FORMAT, HEADS, W, D, BITS)
         k_scale, v_scale = next_k_scale, next_v_scale
         parity ^= 1

@@ -11,7 +11,8 @@
 All outputs lie in one row of tiles: lead-in and rest of the first, lead-in and rest of the second, and so on. Runs are
 equal ranges of this row. The program whose run contains the first lead-in tile of an output computes that output's
 `A~`, so it has less time for other tiles. If `A~` comes in two parts, this program computes the tail, and the program
-whose run contains the tile SPEC_TILES later computes the blocks.
+whose run contains the tile SPEC_TILES later computes the blocks. Parts over recalled blocks follow in the lead-in: each
+belongs to the program whose run contains the first of its tiles.
 
 One schedule covers the whole batch, or, with one request, one head (SCHEDULES > 1): the heads of a request have equal
 work, so each has an equal share of the programs and of the partials. The functions below see one schedule: its outputs
@@ -23,11 +24,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from alspec.kernels.attention.decode.tile_schedule import PREDICTOR, REST
+from alspec.kernels.attention.decode.tile_schedule import PREDICTOR, REST, recall_part_blocks
 from alspec.kernels.common.device import inverse_of_sum
 from alspec.kernels.kv_codec.flashq.record import TOKENS
 
-__all__ = ["build_schedule", "item_blocks", "pick", "program_of_tile", "run_start", "spec_items_before"]
+__all__ = [
+    "build_schedule",
+    "item_blocks",
+    "pick",
+    "program_of_tile",
+    "recall_part_tiles",
+    "run_start",
+    "spec_items_before",
+]
 
 # Costs in tiles: of A~ beyond its blocks (its tail, and sending it), and of a tail without speculation.
 SPEC_TILES = tl.constexpr(3)
@@ -85,7 +94,8 @@ def program_of_tile(tile, used, total):
 @triton.jit
 def build_schedule(
     seq_lens, output_mask, chunk_blocks, OUTPUTS: tl.constexpr, PROGRAMS: tl.constexpr, WARPS: tl.constexpr,
-    SPEC: tl.constexpr, SPEC_PARTS: tl.constexpr, PHASE: tl.constexpr,
+    SPEC: tl.constexpr, SPEC_PARTS: tl.constexpr, PHASE: tl.constexpr, RECALL: tl.constexpr = 0,
+    RECALL_PARTS: tl.constexpr = 0,
 ):  # fmt: skip
     """Compute the schedule from the lengths of all outputs.
 
@@ -111,6 +121,7 @@ def build_schedule(
     total = tl.sum(rest_tiles, 0)
     if SPEC:
         lead_in = tl.cdiv(2 * chunk_blocks, WARPS) + 1 + SPEC_TILES
+        lead_in += RECALL_PARTS * recall_part_tiles(RECALL, RECALL_PARTS, WARPS)
         if PHASE == REST:
             lead_in = 0
     else:
@@ -129,14 +140,26 @@ def build_schedule(
     return rest_tiles, rest_ends, row_starts, lead_in, parts, used, total
 
 
+@triton.constexpr_function
+def recall_part_tiles(recall, parts, warps):
+    """Cost of a part over recalled blocks, in tiles: its blocks and sending it; 0 without recalled blocks."""
+    return 1 + -(-recall_part_blocks(recall, parts) // warps) if parts else 0
+
+
 @triton.jit
-def spec_items_before(tile, lead_in_starts, parts, SPEC_PARTS: tl.constexpr):
-    """Count the spec items that begin before a tile; lead_in_starts: where the lead-in of each output begins."""
+def spec_items_before(
+    tile, lead_in_starts, lead_in_ends, parts, SPEC_PARTS: tl.constexpr, RECALL: tl.constexpr = 0,
+    RECALL_PARTS: tl.constexpr = 0, WARPS: tl.constexpr = 1,
+):  # fmt: skip
+    """Count the spec items that begin before a tile; lead_in_starts, lead_in_ends: of each output."""
     is_before = lead_in_starts < tile
     count = is_before.to(tl.int32)
     if SPEC_PARTS > 1:
         # The tail is part 0, the blocks are part 1.
         count += ((lead_in_starts + SPEC_TILES < tile) & (parts > 1)).to(tl.int32)
+    for part in tl.static_range(RECALL_PARTS):
+        first_tile = (RECALL_PARTS - part) * recall_part_tiles(RECALL, RECALL_PARTS, WARPS)
+        count += (lead_in_ends - first_tile < tile).to(tl.int32)
     return tl.sum(count, 0)
 
 
@@ -148,12 +171,12 @@ def item_blocks(
     """Return the blocks of a work item: a spec item, or tiles of one output's rest.
 
     Args:
-        is_spec, part, parts: whether it is a spec item; which part of `A~`, and of how many.
+        is_spec, part, parts: whether it is a spec item; which part of `A~`, and of how many over sink and window.
         tile, run_end: next tile and end of the run, in the row of the rests alone.
         rest_start: where the output's rest begins in that row.
     Returns:
-        blocks: (first, split, second, count): `split` blocks from `first` on, then those from `second` on; `count` in
-            all.
+        blocks: (first, split, second, count, None): `split` blocks from `first` on, then those from `second` on;
+            `count` in all.
         has_tail: whether the item includes the tail.
         full: number of full blocks of the output.
     """
@@ -173,4 +196,4 @@ def item_blocks(
         second = window
     else:
         has_tail = first_tile == 0
-    return (first, split, second, count), has_tail, full
+    return (first, split, second, count, None), has_tail, full

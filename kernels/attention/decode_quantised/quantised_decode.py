@@ -9,7 +9,7 @@ launch combines the partials, and A~ over sink and window is computed and sent f
   bits the arithmetic on codes is the limit. The tail costs as much as one to three tiles. With speculation it is part
   of A~.
 - A~ may come in two parts, the tail and the blocks (`quantised_spec_parts`). Where runs are short, two programs compute
-  them in parallel.
+  them in parallel. Recalled blocks are further parts.
 - A program has four warps, and two programs share an SM. The four warps write one partial; they combine it through
   shared memory.
 
@@ -39,6 +39,9 @@ from alspec.kernels.attention.decode.lean_decode import (
     check_outputs,
     check_spec_output,
     launch_combine,
+    num_recall_blocks,
+    recall_options,
+    recall_pointers,
 )
 from alspec.kernels.attention.decode_quantised.quantised_mainloop import (
     quantised_combine_kernel,
@@ -58,7 +61,7 @@ __all__ = [
 # Registers of a thread, for two programs on an SM. Without this limit ptxas takes only 168 and spills.
 REGISTERS = 248
 MAX_HEADS_PER_KV = 8  # query heads of a KV head: the columns of one MMA
-MAX_PARTS = 2  # parts of A~: the tail and the blocks
+MAX_PARTS = 2  # parts of A~ over sink and window: the tail and the blocks
 
 
 @dataclass(frozen=True)
@@ -174,6 +177,7 @@ def quantised_decode_attention(
         "WARPS": warps,
         "SPEC": spec is not None,
         "SPEC_PARTS": spec.parts if spec else 1,
+        **recall_options(spec),
         "PHASE": PHASES[phase],
         "PDL": pdl,
         **({"launch_pdl": True} if pdl else {}),
@@ -194,7 +198,9 @@ def quantised_decode_attention(
         workspace.o,
         workspace.lse,
         gate,
+        *recall_pointers(spec, phase),
         layer.num_blocks,
+        num_recall_blocks(spec),
         sm_scale * math.log2(math.e),
         chunk_blocks,
         PER_SM=settings.per_sm if num_programs % settings.per_sm == 0 else 1,
@@ -207,7 +213,7 @@ def quantised_decode_attention(
         **options,
     )
     set_l1_carveout(compiled, settings.per_sm)
-    if phase == "predictor":
+    if phase == "predictor" and not options["RECALL"]:
         return
     launch_combine(
         quantised_combine_kernel, seq_lens, workspace, out, lse, spec, gate, (chunk_blocks,), head_dim, options
@@ -236,4 +242,4 @@ def _check(q: Tensor, layer: QuantisedLayer, seq_lens: Tensor, speculation: Spec
         raise ValueError(f"phase: {phase!r} needs speculation")
     if speculation is not None and speculation.chunk_size % BLOCK:
         raise ValueError(f"chunk_size: expected a multiple of {BLOCK}, found {speculation.chunk_size}")
-    check_spec_output(speculation, q, phase, MAX_PARTS)
+    check_spec_output(speculation, q, layer.num_kv_heads, phase, MAX_PARTS)

@@ -10,7 +10,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from alspec.kernels.attention.decode.combine import await_partials, combine_output
-from alspec.kernels.attention.decode.tile_schedule import REST, locate, start_after
+from alspec.kernels.attention.decode.tile_schedule import PREDICTOR, REST, locate, recall_part_blocks, start_after
 from alspec.kernels.attention.decode_quantised.block_attention import attend_blocks, empty_softmax
 from alspec.kernels.attention.decode_quantised.block_schedule import (
     build_schedule,
@@ -54,29 +54,58 @@ def _mask_empty(o, lse, is_empty):
 @triton.jit
 def _send_spec(
     o, lse, spec_out_ptr, spec_lse_ptr, output, part, parts, has_tokens, epoch, OUTPUTS: tl.constexpr,
-    SPEC_PARTS: tl.constexpr, HEADS_PER_KV: tl.constexpr, HEADS: tl.constexpr, WARPS: tl.constexpr, D: tl.constexpr,
+    SPEC_PARTS: tl.constexpr, RECALL_PARTS: tl.constexpr, HEADS_PER_KV: tl.constexpr, HEADS: tl.constexpr,
+    WARPS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """Write `A~` of an output, or one part of it with its lse; with an epoch as LL packets.
 
-    If the schedule made `A~` one part, an empty second part is written as well.
+    If the schedule made sink and window one part of SPEC_PARTS, an empty second part is written as well. Part
+    SPEC_PARTS + r is over recalled blocks. Without an epoch the parts are combined by another launch.
 
     Returns:
         o, lse: of the part; with weight 0 if it has no tokens.
     """
     first = output * HEADS_PER_KV
-    if SPEC_PARTS == 1:
+    if SPEC_PARTS + RECALL_PARTS == 1:
         write_heads(o, lse, spec_out_ptr, None, first, epoch, HEADS_PER_KV, HEADS, WARPS, D)
     else:
         PART: tl.constexpr = OUTPUTS * HEADS_PER_KV
         o, lse = _mask_empty(o, lse, not has_tokens)
-        write_heads(o, lse, spec_out_ptr, spec_lse_ptr, part * PART + first, epoch, HEADS_PER_KV, HEADS, WARPS, D)
-        if parts == 1:  # the receiver always waits for SPEC_PARTS parts
-            # Always true here; `where` keeps the register layout.
-            empty_o, empty_lse = _mask_empty(o, lse, parts == 1)
-            write_heads(
-                empty_o, empty_lse, spec_out_ptr, spec_lse_ptr, PART + first, epoch, HEADS_PER_KV, HEADS, WARPS, D
-            )
+        if epoch is not None:
+            write_heads(o, lse, spec_out_ptr, spec_lse_ptr, part * PART + first, epoch, HEADS_PER_KV, HEADS, WARPS, D)
+            if SPEC_PARTS > 1:
+                if (parts == 1) & (part == 0):  # the receiver always waits for SPEC_PARTS parts
+                    # Always true here; `where` keeps the register layout.
+                    empty_o, empty_lse = _mask_empty(o, lse, parts == 1)
+                    write_heads(
+                        empty_o, empty_lse, spec_out_ptr, spec_lse_ptr, PART + first, epoch, HEADS_PER_KV, HEADS,
+                        WARPS, D,
+                    )  # fmt: skip
     return o, lse
+
+
+@triton.jit
+def _with_listed(blocks, list_ptr, recall_part, is_recall, RECALL: tl.constexpr, RECALL_PARTS: tl.constexpr):
+    """Return the blocks of a work item with the list from which a part over recalled blocks reads them.
+
+    Args:
+        blocks: of `item_blocks`.  list_ptr: list of the output.  recall_part: which part, if `is_recall`.
+    """
+    BLOCKS: tl.constexpr = recall_part_blocks(RECALL, RECALL_PARTS)
+    first = tl.where(is_recall, recall_part, 0) * BLOCKS
+    entries = tl.arange(0, 32)
+    listed = tl.load(
+        list_ptr + first + entries, mask=is_recall & (entries < BLOCKS) & (first + entries < RECALL), other=-1
+    )
+    count = tl.where(is_recall, tl.sum((listed >= 0).to(tl.int32), 0), blocks[3])
+    # `blocks[1]` is only a hint for prefetching scales here.
+    return (
+        tl.where(is_recall, 0, blocks[0]),
+        tl.where(is_recall, 0, blocks[1]),
+        blocks[2],
+        count,
+        (list_ptr + first, is_recall),
+    )
 
 
 @triton.jit
@@ -98,7 +127,8 @@ def program_in_schedule(PROGRAMS: tl.constexpr, PER_SM: tl.constexpr, SCHEDULES:
 @triton.jit
 def program_work(
     program, rest_tiles, rest_ends, row_starts, lead_in, parts, used, total, SPEC: tl.constexpr,
-    SPEC_PARTS: tl.constexpr, PHASE: tl.constexpr,
+    SPEC_PARTS: tl.constexpr, PHASE: tl.constexpr, RECALL: tl.constexpr = 0, RECALL_PARTS: tl.constexpr = 0,
+    WARPS: tl.constexpr = 1,
 ):  # fmt: skip
     """Return the work of one program of a schedule.
 
@@ -116,23 +146,29 @@ def program_work(
     spec_item = 0
     spec_items_end = 0
     if SPEC and PHASE != REST:
-        spec_item = spec_items_before(begin, row_starts - lead_in, parts, SPEC_PARTS)
-        spec_items_end = spec_items_before(end, row_starts - lead_in, parts, SPEC_PARTS)
+        spec_item = spec_items_before(
+            begin, row_starts - lead_in, row_starts, parts, SPEC_PARTS, RECALL, RECALL_PARTS, WARPS
+        )
+        spec_items_end = spec_items_before(
+            end, row_starts - lead_in, row_starts, parts, SPEC_PARTS, RECALL, RECALL_PARTS, WARPS
+        )
     is_in_run = tl.minimum(rest_ends, run_end) > tl.maximum(rest_ends - rest_tiles, tile)
     return tile, run_end, spec_item, spec_items_end, spec_items_end - spec_item + tl.sum(is_in_run.to(tl.int32), 0)
 
 
 @triton.jit
 def _attend_item(
-    buffers, parity, query_parity, q_ptr, output, qk_scale, records, width, scales, blocks, tail, tail_scale_ptr,
-    has_tail, tail_tokens, cutoff, FORMAT: tl.constexpr, HEADS_PER_KV: tl.constexpr, HEADS: tl.constexpr,
-    WARPS: tl.constexpr, D: tl.constexpr, SAS: tl.constexpr, BULK: tl.constexpr, BULK_Q: tl.constexpr,
+    buffers, parity, query_parity, q_ptr, output, qk_scale, records, width, scales, blocks, block_lse, tail,
+    tail_scale_ptr, has_tail, tail_tokens, cutoff, FORMAT: tl.constexpr, HEADS_PER_KV: tl.constexpr,
+    HEADS: tl.constexpr, WARPS: tl.constexpr, D: tl.constexpr, SAS: tl.constexpr, BULK: tl.constexpr,
+    BULK_Q: tl.constexpr,
 ):  # fmt: skip
     """Attention of one work item: its tail if it has one, then its blocks.
 
     Args:
         buffers, parity, query_parity: of `init_buffers`; phases of the barriers of the records and of q.
         records, scales, tail, tail_scale_ptr: of the output.  width: bits of a code.
+        block_lse: as for `attend_blocks`.
         blocks, has_tail: of `item_blocks`; with BULK the copies of the first records are already issued.
         tail_tokens: tokens in the tail.  cutoff: of `sas_exp2`.  BULK_Q: whether q comes through shared memory.
     Returns:
@@ -150,13 +186,13 @@ def _attend_item(
         # Heads may have 2 or 4 bits, known only here: the kernel contains both loops.
         if has_own_bits(FORMAT) and (width == 2):
             maxima, state, parity = attend_blocks(
-                maxima, state, query, qk_scale, records, scales, blocks, cutoff, buffers, parity,
-                FORMAT, HEADS, 2, WARPS, D, SAS, BULK,
+                maxima, state, query, qk_scale, records, scales, blocks, block_lse, cutoff, buffers, parity,
+                FORMAT, HEADS_PER_KV, HEADS, 2, WARPS, D, SAS, BULK,
             )  # fmt: skip
         else:
             maxima, state, parity = attend_blocks(
-                maxima, state, query, qk_scale, records, scales, blocks, cutoff, buffers, parity,
-                FORMAT, HEADS, 4, WARPS, D, SAS, BULK,
+                maxima, state, query, qk_scale, records, scales, blocks, block_lse, cutoff, buffers, parity,
+                FORMAT, HEADS_PER_KV, HEADS, 4, WARPS, D, SAS, BULK,
             )  # fmt: skip
     o, lse = combine_warps(buffers, maxima, state, HEADS, WARPS, D, BULK)
     return o, lse, parity, query_parity
@@ -181,7 +217,10 @@ def quantised_decode_kernel(
     o_partial_ptr,
     lse_partial_ptr,  # [G + (1 + SPEC_PARTS) B Hkv, HEADS_PER_KV] fp32
     gate_ptr,  # [1] int32 or None
+    recalled_ptr,  # [B, Hkv, RECALL] int32, blocks in ascending order, then -1; or None
+    block_lse_ptr,  # [B, Hkv, NB of its own, 4, HEADS_PER_KV] fp32: log2 of the weights of each block; or None
     num_blocks,  # NB
+    num_recall_blocks,  # NB of block_lse
     qk_scale,  # sm_scale log2(e)
     chunk_blocks,  # S / 64
     FORMAT: tl.constexpr,  # of the records
@@ -197,6 +236,8 @@ def quantised_decode_kernel(
     SAS: tl.constexpr,
     SPEC: tl.constexpr,
     SPEC_PARTS: tl.constexpr,  # 1; with one request also 2: the tail, and the blocks
+    RECALL: tl.constexpr,  # blocks of a recall list; 0: none
+    RECALL_PARTS: tl.constexpr,  # parts of A~ over them
     PHASE: tl.constexpr,
     PDL: tl.constexpr,
     READ_LENGTHS_EARLY: tl.constexpr,  # `prefetch_before_wait`
@@ -228,11 +269,13 @@ def quantised_decode_kernel(
     HEADS: tl.constexpr = COLUMNS // 2 if HEADS_PER_KV <= COLUMNS // 2 else COLUMNS
     BULK_Q: tl.constexpr = BULK and q_ptr.dtype.element_ty.primitive_bitwidth == 16
     rest_tiles, rest_ends, row_starts, lead_in, parts, used, total = build_schedule(
-        seq_lens, output_mask, chunk_blocks, OUTPUTS // SCHEDULES, PROGRAMS // SCHEDULES, WARPS, SPEC, SPEC_PARTS, PHASE
-    )
+        seq_lens, output_mask, chunk_blocks, OUTPUTS // SCHEDULES, PROGRAMS // SCHEDULES, WARPS, SPEC, SPEC_PARTS,
+        PHASE, RECALL, RECALL_PARTS,
+    )  # fmt: skip
     tile, run_end, spec_item, spec_items_end, items_left = program_work(
-        program, rest_tiles, rest_ends, row_starts, lead_in, parts, used, total, SPEC, SPEC_PARTS, PHASE
-    )
+        program, rest_tiles, rest_ends, row_starts, lead_in, parts, used, total, SPEC, SPEC_PARTS, PHASE, RECALL,
+        RECALL_PARTS, WARPS,
+    )  # fmt: skip
 
     # Work items: first the spec items, each sent before the next item; then one item for each output whose rest the run
     # overlaps. No loop-invariant code motion: values computed ahead, such as shared memory addresses, would take
@@ -245,9 +288,14 @@ def quantised_decode_kernel(
         if SCHEDULES == 1:
             local_output, rest_start = locate(tile, rest_ends)
             if SPEC:
-                local_output = tl.where(is_spec, spec_item >> (parts - 1), local_output)
+                if RECALL_PARTS > 0:
+                    local_output = tl.where(is_spec, spec_item // (parts + RECALL_PARTS), local_output)
+                else:
+                    local_output = tl.where(is_spec, spec_item >> (parts - 1), local_output)
                 rest_start = tl.sum(tl.where(outputs < local_output, rest_tiles, 0), 0)
-        if SPEC_PARTS > 1:
+        if RECALL_PARTS > 0:
+            part = spec_item % (parts + RECALL_PARTS)
+        elif SPEC_PARTS > 1:
             part = spec_item & (parts - 1)
         num_tiles = pick(rest_tiles, local_output)
         seq_len = pick(seq_lens, local_output)
@@ -257,6 +305,15 @@ def quantised_decode_kernel(
         blocks, has_tail, full = item_blocks(
             is_spec, part, parts, tile, run_end, rest_start, seq_len, chunk_blocks, SPEC, SPEC_PARTS, WARPS
         )
+        is_recall = False
+        if RECALL_PARTS > 0:
+            is_recall = is_spec & (part >= parts)
+            blocks = _with_listed(blocks, recalled_ptr + output * RECALL, part - parts, is_recall, RECALL, RECALL_PARTS)
+            has_tail = has_tail & (part < parts)
+            part = tl.where(part < parts, part, part - parts + SPEC_PARTS)
+        block_lse = None
+        if block_lse_ptr is not None:
+            block_lse = block_lse_ptr + output.to(tl.int64) * num_recall_blocks * (4 * HEADS_PER_KV), not is_spec
         first, count = blocks[0], blocks[3]
         tail = tail_ptr + output.to(tl.int64) * (2 * TOKENS * D // 4)
         scales = scales_ptr + output.to(tl.int64) * num_blocks * 2
@@ -280,7 +337,7 @@ def quantised_decode_kernel(
         # The cutoff depends on this request's length now, not on the cache's capacity or the length at capture.
         cutoff = sas_cutoff(seq_len) if SAS else 0.0
         o, lse, parity, query_parity = _attend_item(
-            buffers, parity, query_parity, q_ptr, output, qk_scale, records, width, scales, blocks, tail,
+            buffers, parity, query_parity, q_ptr, output, qk_scale, records, width, scales, blocks, block_lse, tail,
             tail_scale_ptr + output * 2, has_tail, seq_len - full * TOKENS, cutoff, FORMAT, HEADS_PER_KV, HEADS, WARPS,
             D, SAS, BULK, BULK_Q,
         )  # fmt: skip
@@ -291,9 +348,9 @@ def quantised_decode_kernel(
             if is_spec:
                 o, lse = _send_spec(
                     o, lse, spec_out_ptr, spec_lse_ptr, output, part, parts, (part == 0) | (count > 0), epoch,
-                    OUTPUTS, SPEC_PARTS, HEADS_PER_KV, HEADS, WARPS, D,
+                    OUTPUTS, SPEC_PARTS, RECALL_PARTS, HEADS_PER_KV, HEADS, WARPS, D,
                 )  # fmt: skip
-                partial = PROGRAMS + OUTPUTS + output * SPEC_PARTS + part
+                partial = PROGRAMS + OUTPUTS + output * (SPEC_PARTS + RECALL_PARTS) + part
         write_heads(o, lse, o_partial_ptr, lse_partial_ptr, partial * HEADS_PER_KV, None, HEADS_PER_KV, HEADS, WARPS, D)
         items_left -= 1
         free_buffers(items_left > 0, BULK)
@@ -306,7 +363,7 @@ def quantised_decode_kernel(
 def partials_to_combine(
     seq_lens_ptr, output, chunk_blocks, HKV: tl.constexpr, OUTPUTS: tl.constexpr, SCHEDULES: tl.constexpr,
     OUTPUTS_PAD: tl.constexpr, PROGRAMS: tl.constexpr, WARPS: tl.constexpr, SPEC: tl.constexpr,
-    SPEC_PARTS: tl.constexpr, PHASE: tl.constexpr,
+    SPEC_PARTS: tl.constexpr, PHASE: tl.constexpr, RECALL: tl.constexpr = 0, RECALL_PARTS: tl.constexpr = 0,
 ):  # fmt: skip
     """Return the first partial of an output's rest, their number, and the number of parts of its `A~`."""
     local_output = output % (OUTPUTS // SCHEDULES)
@@ -314,8 +371,9 @@ def partials_to_combine(
     output_mask = outputs < OUTPUTS // SCHEDULES
     seq_lens = tl.load(seq_lens_ptr + outputs // HKV, mask=output_mask, other=0)
     rest_tiles, _, row_starts, _, parts, used, total = build_schedule(
-        seq_lens, output_mask, chunk_blocks, OUTPUTS // SCHEDULES, PROGRAMS // SCHEDULES, WARPS, SPEC, SPEC_PARTS, PHASE
-    )
+        seq_lens, output_mask, chunk_blocks, OUTPUTS // SCHEDULES, PROGRAMS // SCHEDULES, WARPS, SPEC, SPEC_PARTS,
+        PHASE, RECALL, RECALL_PARTS,
+    )  # fmt: skip
     # The rest of an output is one range of tiles; the runs that overlap it use consecutive partials.
     num_tiles, row_start = pick(rest_tiles, local_output), pick(row_starts, local_output)
     first_run = program_of_tile(row_start, used, total)
@@ -347,7 +405,9 @@ def quantised_combine_kernel(
     ROUND: tl.constexpr,  # partials loaded together
     SPEC: tl.constexpr,
     SPEC_PARTS: tl.constexpr,
-    PHASE: tl.constexpr,  # phase of the attention kernel
+    RECALL: tl.constexpr,
+    RECALL_PARTS: tl.constexpr,
+    PHASE: tl.constexpr,  # phase of the attention kernel; PREDICTOR: combine the parts of A~
     PDL: tl.constexpr,
 ):
     """Combine the partials of the attention kernel. Grid [B Hkv HEADS_PER_KV SLICES]."""
@@ -368,14 +428,18 @@ def quantised_combine_kernel(
         SPEC,
         SPEC_PARTS,
         PHASE,
+        RECALL,
+        RECALL_PARTS,
     )
+    if PHASE == PREDICTOR:
+        runs = runs * 0
     if PDL:
         partial, runs = await_partials(partial, runs)
     if gate_ptr is not None:
         if tl.load(gate_ptr) == 0:
             return
     combine_output(
-        o_partial_ptr, lse_partial_ptr, partial, runs, PROGRAMS + OUTPUTS + output * SPEC_PARTS, parts,
-        row, head, slice_index, out_ptr, lse_ptr, sums_ptr, HEADS_PER_KV, D, D, SLICE, SLICES, ROUND, SPEC,
-        SPEC_PARTS,
+        o_partial_ptr, lse_partial_ptr, partial, runs, PROGRAMS + OUTPUTS + output * (SPEC_PARTS + RECALL_PARTS),
+        parts, row, head, slice_index, out_ptr, lse_ptr, sums_ptr, HEADS_PER_KV, D, D, SLICE, SLICES, ROUND, SPEC,
+        SPEC_PARTS, RECALL_PARTS, PHASE == PREDICTOR,
     )  # fmt: skip

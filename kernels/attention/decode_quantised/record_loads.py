@@ -34,6 +34,7 @@ from alspec.kernels.kv_codec.formats import FORMATS, has_own_bits, side_words
 __all__ = [
     "QUERY_BARRIER",
     "await_side",
+    "block_index",
     "buffer_bytes",
     "copy_side",
     "head_stride",
@@ -76,20 +77,26 @@ def _shared_bytes(warps, head_dim, bulk):
 
 
 @triton.jit
-def _block_index(tile, warps, blocks, W: tl.constexpr):
+def block_index(tile, warps, blocks, W: tl.constexpr):
     """Return the block of each warp in a tile; past the end, the last block again.
 
-    blocks: (first, split, second, count): [first, first + split), then those from `second` on; `count` in all.
+    Args:
+        blocks: (first, split, second, count, listed): [first, first + split), then those from `second` on; `count` in
+            all. listed: None, or (pointer, is_listed): if is_listed, the blocks are read from this list instead.
     """
     index = tl.minimum(tile * W + warps, blocks[3] - 1)
     gap = blocks[2] - blocks[0] - blocks[1]
-    return blocks[0] + index + tl.minimum(tl.maximum(index - blocks[1] + 1, 0), 1) * gap
+    block = blocks[0] + index + tl.minimum(tl.maximum(index - blocks[1] + 1, 0), 1) * gap
+    if blocks[4] is not None:
+        listed = tl.load(blocks[4][0] + index, mask=blocks[4][1] & (index >= 0), other=0)
+        block = tl.where(blocks[4][1], listed, block)
+    return block
 
 
 @triton.jit
 def _record_pointer(records_ptr, tile, blocks, record_size, W: tl.constexpr):
     """Return where the record of each warp's block in a tile begins, [W, 1]; record_size: in words."""
-    block = _block_index(tile, tl.arange(0, W)[:, None], blocks, W)
+    block = block_index(tile, tl.arange(0, W)[:, None], blocks, W)
     return records_ptr + block.to(tl.int64) * record_size
 
 
@@ -107,7 +114,7 @@ def side_pointer(
 @triton.jit
 def load_scales(scales_ptr, tile, blocks, W: tl.constexpr):
     """Load the scales of K and of V of a tile's blocks, [W] each."""
-    block = _block_index(tile, tl.arange(0, W), blocks, W)
+    block = block_index(tile, tl.arange(0, W), blocks, W)
     return tl.load(scales_ptr + block * 2), tl.load(scales_ptr + block * 2 + 1)
 
 

@@ -16,7 +16,7 @@ from alspec.kernels.attention.decode_quantised.record_loads import buffer_bytes
 from alspec.kernels.comm.ll_packets import pack_packets
 from alspec.kernels.common.device import INTERPRETED, inverse_of_sum, log2_of_sum
 
-__all__ = ["combine_warps", "free_buffers", "write_heads"]
+__all__ = ["combine_warps", "free_buffers", "store_lanes", "write_heads"]
 
 
 @triton.constexpr_function
@@ -154,7 +154,7 @@ def combine_warps(buffers, maxima, state, HEADS: tl.constexpr, W: tl.constexpr, 
 
 
 @triton.jit
-def _store_lanes(pointers, x, lane_mask):
+def store_lanes(pointers, x, lane_mask):
     """Store x [W, 32] from the lanes that hold it, by assembly: `tl.store` would move it to other lanes first."""
     x = x.to(pointers.dtype.element_ty)
     if INTERPRETED:
@@ -197,9 +197,9 @@ def write_heads(
             x = o[c * SLICE + i]
             if epoch is not None:
                 x = pack_packets(x, epoch)
-            _store_lanes(o_ptr + offsets + 8 * i, x, head_mask)
+            store_lanes(o_ptr + offsets + 8 * i, x, head_mask)
         if lse_ptr is not None:
             x = lse[c]
             if epoch is not None:
                 x = pack_packets(x, epoch)
-            _store_lanes(lse_ptr + first + head, x, head_mask & (lanes // 4 + warps == 0))
+            store_lanes(lse_ptr + first + head, x, head_mask & (lanes // 4 + warps == 0))

@@ -29,7 +29,7 @@ from alspec.kernels.attention.torch_attention import (
     verify_attention,
 )
 from alspec.sas import DROPPED_MASS, RELATIVE_ERROR
-from alspec.verdict import accepts
+from alspec.verdict import accepts, distance_sums
 
 Check = Callable[[Tensor, Tensor, torch.dtype], None]
 
@@ -83,7 +83,8 @@ def test_predictor_and_verification_match_the_oracle(
 ) -> None:
     q, k, v, seq_lens, sm_scale = ragged_batch(LENGTHS, ratio, head_dim, device, dtype, unused=math.nan)
     spec_out, spec_lse = predictor_attention(q, k, v, seq_lens, S, sm_scale)
-    full_out, sums = verify_attention(q, k, v, seq_lens, spec_out, spec_lse, S, sm_scale)
+    full_out, _ = verify_attention(q, k, v, seq_lens, spec_out, spec_lse, S, sm_scale)
+    sums = distance_sums(spec_out, full_out)
     expected_spec, expected_full, expected_sums = speculative_decode_attention_ref(q, k, v, seq_lens, S, sm_scale)
     check(spec_out, expected_spec, dtype)
     check(full_out, expected_full, dtype)
@@ -111,7 +112,8 @@ def test_decode_with_sas_weights_matches_the_oracle(dtype: torch.dtype, device: 
     assert not torch.equal(out, decode_attention(*args, 1.0)[0])
 
     spec = predictor_attention(*args, S, 1.0, "sas")
-    full_out, sums = verify_attention(*args, *spec, S, 1.0, "sas")
+    full_out, _ = verify_attention(*args, *spec, S, 1.0, "sas")
+    sums = distance_sums(spec[0], full_out)
     expected_spec, _, expected_sums = speculative_decode_attention_ref(*args, S, 1.0, "sas")
     check(spec[0], expected_spec, dtype)
     # The weights of the rest are relative to its own maximum, so fewer tokens are dropped.
@@ -137,7 +139,8 @@ def test_the_predictor_is_attention_over_sink_and_window(
         expected_out, expected_lse = decode_attention_ref(*part)
         check(spec_out[one], expected_out, dtype)
         check(spec_lse[one], expected_lse, dtype)
-    full_out, sums = verify_attention(q, k, v, seq_lens, spec_out, spec_lse, chunk_size, sm_scale)
+    full_out, _ = verify_attention(q, k, v, seq_lens, spec_out, spec_lse, chunk_size, sm_scale)
+    sums = distance_sums(spec_out, full_out)
     check(full_out, decode_attention_ref(q, k, v, seq_lens, sm_scale)[0], dtype)
     assert (sums[:, 0].cpu() == 0).tolist() == [n < 2 * chunk_size + 64 for n in lengths]
 

@@ -348,7 +348,7 @@ def test_a_generation_begins_with_the_initial_roles(setting: Setting) -> None:
         assert first[0] == [2 - 2 * group, 2 * group]
         pair.priority.copy_(torch.tensor([1, 2]))
         pair.gates.copy_(torch.tensor([[1, 0, 0, 0], [0, 1, 1, 1], [1, 1, 1, 1]]))
-        decoder = PairedDecoder(*common, mock.Mock(), pair, mock.Mock(), stops_early=True)
+        decoder = PairedDecoder(*common, mock.Mock(recall=None), pair, mock.Mock(), stops_early=True)
         with mock.patch.object(captured, "_decoder", decoder):
             captured.begin([1, 2], [9, 9])
         assert (pair.priority.tolist(), pair.gates.tolist()) == first

@@ -81,7 +81,7 @@ def simulated(folder: Path, case: dict[str, Any]) -> list[dict[str, Any]]:
     cache = new_cache(case["kv_cache"], config, 1, len(prompts), capacity, torch.float32, CPU)
     found = []
     for threshold in case["thresholds"]:
-        speculation = SpeculationConfig(threshold=float(threshold["value"]), chunk_size=S)
+        speculation = SpeculationConfig(threshold=float(threshold["value"]), chunk_size=S, **case.get("predictor", {}))
         eager = EagerStep(model, cache, transport, "simulated", speculation, no_hook)
         tokens = [
             int(prefill(model, cache, transport, request, ids, no_hook)[0].argmax())
@@ -149,6 +149,18 @@ def test_forced_verdicts_ignore_the_sums(ranks: list[Any]) -> None:
 @pytest.mark.timeout(900)
 def test_a_quantised_cache_beyond_the_end_of_a_block(turbo_folder: Path, tmp_path: Path) -> None:
     check(turbo_folder, [QUANTISED], run_ranks(tmp_path, turbo_folder, 2, [QUANTISED]))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_recalled_blocks(small_folder: Path, tmp_path: Path) -> None:
+    """The lists of a layer come from the group that sent in it."""
+    case = CASES["one request"] | {
+        "prompts": [prompt(561)],
+        "predictor": {"predictor": "recall", "recall_blocks": 2},
+        "thresholds": [{"value": "0.25", "steps": 4}],
+    }
+    check(small_folder, [case], run_ranks(tmp_path, small_folder, 2, [case]))
 
 
 @pytest.mark.parametrize(("tp_size", "priority"), [(1, 0), (2, -1), (4, -1)])

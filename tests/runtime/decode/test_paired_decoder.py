@@ -17,8 +17,9 @@ from torch import Tensor
 
 from alspec.config import SpeculationConfig
 from alspec.kernels.attention.decode.combine import num_sums
-from alspec.kernels.attention.decode.lean_decode import SpecOutput
+from alspec.kernels.attention.decode.lean_decode import SpecOutput, recall_parts
 from alspec.kernels.attention.dispatch import KVLayer, attend
+from alspec.kernels.attention.recall import RecallState
 from alspec.kernels.comm.exchange import Exchange, LogitExchange
 from alspec.kernels.comm.pair_state import PairShape, PairState
 from alspec.models.checkpoint.checkpoint import Checkpoint
@@ -44,20 +45,29 @@ class Pair:
     """Two paired ranks with the same model, each with its own cache and memory."""
 
     def __init__(
-        self, model: Llama, threshold: float, codec: str, forced: Tensor | None = None, stops_early: bool = True
+        self,
+        model: Llama,
+        threshold: float,
+        codec: str,
+        forced: Tensor | None = None,
+        stops_early: bool = True,
+        recall_blocks: int = 0,
+        prompt: list[int] = PROMPT,
     ) -> None:
         config, self.model = model.config, model
         transport = Transport(Placement(), CPU, "gloo", None)
         shape = PairShape(
-            config.num_layers, 1, 1, config.hidden_size, config.num_qo_heads, config.num_kv_heads, config.head_dim
-        )
+            config.num_layers, 1, 1, config.hidden_size, config.num_qo_heads, config.num_kv_heads, config.head_dim,
+            1 + recall_parts(recall_blocks), recall_blocks,
+        )  # fmt: skip
         memories = [torch.zeros(sum(shape.field_sizes()), dtype=torch.int64) for _ in range(2)]
         meetings = torch.zeros(2, 2, dtype=torch.int64)
         self.epoch = torch.ones(1, dtype=torch.int32)
         self.ranks = []
-        self.caches = [_cache(config, codec) for _ in range(2)]
+        self.is_new = True
+        self.caches = [_cache(config, codec, prompt) for _ in range(2)]
         for group, cache in enumerate(self.caches):
-            prefill(model, cache, transport, 0, PROMPT, no_hook)
+            prefill(model, cache, transport, 0, prompt, no_hook)
             exchange = Exchange(torch.zeros(1, config.hidden_size), self.epoch, torch.zeros(1, dtype=torch.int32))
             own, paired = memories[group], memories[1 - group]
             pair = PairState.build(
@@ -70,6 +80,7 @@ class Pair:
                 hits=torch.full((config.num_layers, 1), -1, dtype=torch.int32),
                 live=torch.ones(1, dtype=torch.int32),
                 forced=forced,
+                recall=_recall(config, cache, recall_blocks),
             )
             sums = torch.full((1, num_sums(1, shape.num_qo_heads, shape.head_dim), 2), torch.nan)
             logit_exchange = LogitExchange(torch.zeros(1, config.vocab_size), self.epoch, exchange.fault)
@@ -92,6 +103,10 @@ class Pair:
 
     def step(self, token_id: int, seq_len: int) -> tuple[list[Tensor], list[Tensor]]:
         """Logits [1, V] and hits [L, 1] on both ranks."""
+        for rank in self.ranks:
+            if self.is_new and rank.speculation.recall is not None:
+                rank.offer_lists()
+        self.is_new = False
         for rank in self.ranks:
             rank.buffers.token_ids.fill_(token_id)
             rank.buffers.seq_lens.fill_(seq_len)
@@ -151,8 +166,16 @@ class OneRank:
         return buffers.logits
 
 
-def _cache(config: LlamaConfig, codec: str) -> Cache:
-    return new_cache(codec, config, 1, 1, len(PROMPT) + STEPS, torch.float32, CPU)
+def _cache(config: LlamaConfig, codec: str, prompt: list[int] = PROMPT) -> Cache:
+    return new_cache(codec, config, 1, 1, len(prompt) + STEPS + 2, torch.float32, CPU)
+
+
+def _recall(config: LlamaConfig, cache: Cache, recall_blocks: int) -> RecallState | None:
+    if not recall_blocks:
+        return None
+    return RecallState.allocate(
+        config.num_layers, 1, config.num_qo_heads, config.num_kv_heads, cache.max_context, recall_blocks, CPU
+    )
 
 
 def _tensors(cache: Cache) -> dict[str, Tensor]:
@@ -195,6 +218,39 @@ def test_both_ranks_compute_the_simulated_step(codec: str, threshold: float, req
         verdicts |= set(expected.hits.flatten().tolist())
         token_id = int(expected.logits.argmax())
     assert verdicts == {0.0: {False}, math.inf: {True}}.get(threshold, {False, True})
+
+
+@pytest.mark.parametrize("codec", ["bf16", "turbo-mixed"])
+def test_both_ranks_recall_the_blocks_of_the_simulated_step(codec: str, request: pytest.FixtureRequest) -> None:
+    """Groups change roles, and a group reads lists that the other one chose."""
+    folder = request.getfixturevalue("small_folder" if codec == "bf16" else "turbo_folder")
+    config = LlamaConfig.from_folder(folder)
+    weights = load_weights(Checkpoint.open(folder, config), config, Placement().shard, torch.float32, CPU)
+    transport = Transport(Placement(), CPU, "gloo", None)
+    model, prompt = Llama(config, weights, transport), [*PROMPT, *PROMPT[:250]]
+    cache = _cache(config, codec, prompt)
+    prefill(model, cache, transport, 0, prompt, no_hook)
+    threshold = 0.2
+    speculation = SpeculationConfig(threshold=threshold, chunk_size=S, predictor="recall", recall_blocks=2)
+    eager = EagerStep(model, cache, transport, "simulated", speculation, no_hook)
+    pair = Pair(model, threshold, codec, recall_blocks=2, prompt=prompt)
+    token_id, verdicts = 5, set()
+    for step in range(1, STEPS + 2):
+        seq_len = len(prompt) + step
+        state = DecodeState(
+            torch.tensor([token_id]), torch.tensor([seq_len], dtype=torch.int32), torch.ones(1, dtype=torch.bool)
+        )
+        expected = eager.run(state)
+        logits, hits = pair.step(token_id, seq_len)
+        assert eager._recall is not None
+        for rank, found, found_hits in zip(pair.ranks, logits, hits, strict=True):
+            assert torch.equal(found_hits, expected.hits)
+            assert (found - expected.logits).norm() < (1e-4 if codec == "bf16" else 5e-3) * expected.logits.norm()
+            assert torch.equal(rank.pair.own.lists, eager._recall.lists)
+        assert (eager._recall.lists >= 0).all()
+        verdicts |= set(expected.hits.flatten().tolist())
+        token_id = int(expected.logits.argmax())
+    assert verdicts == {False, True}
 
 
 VERDICTS = [((1, 1, 1, 1, 1), True), ((0, 0, 0, 0, 0), True), ((1, 0, 0, 1, 1), True), ((0, 1, 0, 1, 0), True)]

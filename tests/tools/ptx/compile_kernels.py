@@ -17,6 +17,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
+from alspec.kernels.attention import recall as recall_lists
 from alspec.kernels.attention.decode import combine, lean_decode, mainloop_sm80, mainloop_sm90
 from alspec.kernels.attention.decode_quantised import quantised_decode, quantised_mainloop
 from alspec.kernels.attention.prefill import int8_prefill, int8_prefill_sm90
@@ -35,6 +36,7 @@ HALF = {"q_ptr", "k_ptr", "v_ptr", "x_ptr", "w_ptr", "gamma_ptr", "table_ptr", "
 HALF |= {"q_norm_ptr", "k_norm_ptr"}
 INTEGER = {"seq_lens_ptr", "epoch_ptr", "fault_ptr", "gate_ptr"}
 INTEGER |= {"priority_ptr", "is_sender_ptr", "is_receiver_ptr", "hits_ptr", "live_ptr", "forced_ptr", "gates_ptr"}
+INTEGER |= {"recalled_ptr", "lists_ptr", "peer_lists_ptr", "senders_ptr"}
 INTEGER |= {"next_gate_ptr", "records_ptr", "bits_ptr", "tail_ptr", "best_token_ptr", "stamps_ptr"}
 WIDE = {"peers_ptr", "packets_ptr", "token_ids_ptr", "ring_ptr", "verdicts_ptr", "verdict_ptr", "inbox_ptr"}
 WIDE |= {"barrier_ptr", "offset_ptr", "own_packets_ptr"}
@@ -123,11 +125,12 @@ def lean(
     phase: str = "all",
     kv_heads: int = 8,
     spec_parts: int = 1,
+    recall: int = 0,
 ) -> Any:
     """The attention kernel as `lean_decode_attention` launches it; plain and without a gate as in a decode step."""
     uses_tma = lean_uses_tma(capability, heads_per_kv, head_dim)
     constants = _lean_constants(capability, heads_per_kv, head_dim, batch_size, spec, kv_heads, spec_parts, phase) | {
-        "HEADS_PAD": max(8 if uses_tma else 16, triton.next_power_of_2(heads_per_kv)),
+        **recalling(recall, phase), "HEADS_PAD": max(8 if uses_tma else 16, triton.next_power_of_2(heads_per_kv)),
         "STAGES": _lean_settings(capability, head_dim, uses_tma)[2],
         "READ_LENGTHS_EARLY": capability >= 90 and phase == "all",
     }  # fmt: skip
@@ -137,7 +140,7 @@ def lean(
         constants["gate_ptr"] = None
     if not spec:
         constants |= dict.fromkeys(["spec_out_ptr", "epoch_ptr"])
-    if spec_parts == 1:
+    if spec_parts == 1 and (not recall or phase != "all"):
         constants["spec_lse_ptr"] = None
     types = {"spec_out_ptr": "*i64", "spec_lse_ptr": "*i64"} if spec and phase == "all" else {}
     if not uses_tma:
@@ -150,6 +153,31 @@ def lean(
     for name, block_n in (("desc", short), ("long", 2 * short if constants["LONG"] else short)):
         types |= dict.fromkeys([f"k_{name}", f"v_{name}"], descriptor("bf16", gl.bfloat16, [1, block_n, width]))
     return variant(capability, mainloop_sm90.lean_sm90_kernel, 4, constants, **types)
+
+
+def recall_constants(recall: int) -> dict[str, int]:
+    """Blocks of a recall list, and the parts of `A~` over them."""
+    return {"RECALL": recall, "RECALL_PARTS": lean_decode.recall_parts(recall)}
+
+
+def recalling(recall: int, phase: str = "all") -> dict[str, Any]:
+    """Constants of an attention kernel that recalls so many blocks."""
+    constants: dict[str, Any] = recall_constants(recall)
+    if not recall:
+        constants["recalled_ptr"] = None
+    if not recall or phase == "predictor":
+        constants["block_lse_ptr"] = None
+    return constants
+
+
+def choose_lists(capability: int, heads_per_kv: int, recall: int, num_blocks: int) -> Variant:
+    """The kernel that chooses recall lists, for a pair."""
+    constants = {
+        "HKV": 8, "HEADS": heads_per_kv, "HEADS_PAD": triton.next_power_of_2(heads_per_kv), "RECALL": recall,
+        "RECALL_PAD": triton.next_power_of_2(recall), "BLOCKS_PAD": num_blocks,
+    }  # fmt: skip
+    kernel = recall_lists._choose_recall_lists_kernel
+    return variant(capability, kernel, recall_lists.num_warps(num_blocks), constants)
 
 
 def lean_uses_tma(capability: int, heads_per_kv: int, head_dim: int) -> bool:
@@ -165,10 +193,11 @@ def descriptor(name: str, kind: Any, tile: list[int]) -> str:
 
 def lean_combine(
     capability: int, heads_per_kv: int, head_dim: int, batch_size: int, spec: bool, kv_heads: int = 8,
-    spec_parts: int = 1,
+    spec_parts: int = 1, recall: int = 0, phase: str = "all",
 ) -> Any:  # fmt: skip
     """The kernel that combines the partials of `lean`."""
-    constants = _lean_constants(capability, heads_per_kv, head_dim, batch_size, spec, kv_heads, spec_parts, "all")
+    constants = _lean_constants(capability, heads_per_kv, head_dim, batch_size, spec, kv_heads, spec_parts, phase)
+    constants |= recall_constants(recall)
     width, slices, at_once = combine.combine_sizes(
         batch_size, heads_per_kv * kv_heads, head_dim, 132 // (kv_heads * batch_size)
     )
@@ -209,17 +238,17 @@ def _lean_constants(
 
 def flashq(
     capability: int, heads_per_kv: int, head_dim: int, batch_size: int, spec: bool, sas: bool = False,
-    spec_parts: int = 1, format: str = "flashq",
+    spec_parts: int = 1, format: str = "flashq", recall: int = 0,
 ) -> Variant:  # fmt: skip
     """The attention kernel as `quantised_decode_attention` launches it."""
     settings = quantised_decode.GPU_SETTINGS
     constants = _flashq_constants(capability, heads_per_kv, head_dim, batch_size, spec, spec_parts) | {
         "FORMAT": format, "PER_SM": settings.per_sm, "SAS": sas, "gate_ptr": None,
-        "READ_LENGTHS_EARLY": capability >= 90, "BULK": capability >= 90,
+        "READ_LENGTHS_EARLY": capability >= 90, "BULK": capability >= 90, **recalling(recall),
     }  # fmt: skip
     if not spec:
         constants |= dict.fromkeys(["spec_out_ptr", "epoch_ptr"])
-    if spec_parts == 1:
+    if spec_parts == 1 and not recall:
         constants["spec_lse_ptr"] = None
     types = {"spec_out_ptr": "*i64", "spec_lse_ptr": "*i64"} if spec else {}
     return variant(
@@ -229,10 +258,12 @@ def flashq(
 
 
 def flashq_combine(
-    capability: int, heads_per_kv: int, head_dim: int, batch_size: int, spec: bool, spec_parts: int = 1
-) -> Any:
+    capability: int, heads_per_kv: int, head_dim: int, batch_size: int, spec: bool, spec_parts: int = 1,
+    recall: int = 0,
+) -> Any:  # fmt: skip
     """The kernel that combines the partials of `flashq`."""
     constants = _flashq_constants(capability, heads_per_kv, head_dim, batch_size, spec, spec_parts)
+    constants |= recall_constants(recall)
     programs = 132 * quantised_decode.GPU_SETTINGS.per_sm
     width, slices, at_once = combine.combine_sizes(batch_size, 8 * heads_per_kv, head_dim, programs // (8 * batch_size))
     constants |= {"SLICE": width, "SLICES": slices, "ROUND": at_once, "gate_ptr": None}

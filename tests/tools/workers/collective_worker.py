@@ -41,7 +41,7 @@ def run_case(model: Llama, transport: Transport, case: dict[str, Any]) -> dict[s
     capacity = max(map(len, prompts)) + max(sum(threshold["steps"] for threshold in case["thresholds"]), 2)
     tp_size = transport.placement.tp_size
     cache = new_cache(case["kv_cache"], config, tp_size, len(prompts), capacity, torch.float32, CPU)
-    speculation = SpeculationConfig(mode="paired", chunk_size=128)
+    speculation = SpeculationConfig(mode="paired", chunk_size=128, **case.get("predictor", {}))
     captured = build_captured_step(model, cache, transport, None, False, no_hook, speculation)
     found = []
     for threshold in case["thresholds"]:

@@ -1,0 +1,175 @@
+"""Recall: which blocks of 64 tokens the next `A~` reads beside sink and window. The rule: alspec/predictor.py.
+
+Decode attention leaves the weights of each block (`RecallBuffers.block_lse`) while it reads the cache for the verdict.
+After the layers of a step one launch chooses the heaviest blocks of all layers: the recall lists of the next token.
+
+Shapes: L layers, B requests, Hq query heads, Hkv KV heads, NB blocks of the cache, M blocks of a list.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from alspec.kernels.attention.decode.lean_decode import RecallBuffers
+from alspec.kernels.attention.decode.tile_schedule import KV_BLOCK, token_ranges
+from alspec.kernels.common.jit_launch import jit_launch
+from alspec.predictor import KV_TILE, predictor_ranges, recall_lists
+
+__all__ = ["RecallState", "choose_recall_lists", "recall_bytes", "recall_lists_ref"]
+
+NO_BLOCK = tl.constexpr(2**31 - 1)  # sorts behind every block
+
+
+@dataclass(frozen=True)
+class RecallState:
+    """Recall lists of all layers, and the weights of blocks from which the next ones are chosen."""
+
+    lists: Tensor  # [L, B, Hkv, M] int32, ascending, then -1
+    block_lse: Tensor  # [L, B, Hkv, NB, 4, Hq / Hkv] fp32, see `RecallBuffers`
+    lse: Tensor  # [L, B, Hq] fp32, base 2, of the full attention
+
+    @classmethod
+    def allocate(
+        cls,
+        num_layers: int,
+        batch_size: int,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        capacity: int,
+        recall_blocks: int,
+        device: torch.device,
+    ) -> RecallState:
+        """Allocate with empty lists.
+
+        Args:
+            capacity: tokens of the cache.  recall_blocks: M.
+        """
+        shape = (num_layers, batch_size, num_kv_heads)
+        weights = (*shape, -(-capacity // KV_TILE), 4, num_qo_heads // num_kv_heads)
+        return cls(
+            torch.full((*shape, recall_blocks), -1, dtype=torch.int32, device=device),
+            torch.full(weights, float("-inf"), device=device),
+            torch.zeros(num_layers, batch_size, num_qo_heads, device=device),
+        )
+
+    def buffers(self, layer: int) -> RecallBuffers:
+        """What attention over a layer reads and writes."""
+        return RecallBuffers(self.lists[layer], self.block_lse[layer])
+
+
+def recall_bytes(num_layers: int, num_qo_heads: int, num_kv_heads: int, capacity: int, recall_blocks: int) -> int:
+    """Bytes of `RecallState` for one request: lists, weights of blocks and lse of all layers."""
+    weights = -(-capacity // KV_TILE) * 4 * num_qo_heads
+    return 4 * num_layers * (num_kv_heads * recall_blocks + weights + num_qo_heads)
+
+
+def recall_lists_ref(block_lse: Tensor, lse: Tensor, seq_lens: Tensor, chunk_size: int, count: int) -> Tensor:
+    """Recall lists of the next token from what the full attention of this one left.
+
+        mass(block) = max over the heads of a KV head of sum 2^(block_lse - lse)
+
+    Args:
+        block_lse: [..., B, Hkv, NB, 4, Hq / Hkv] fp32.  lse: [..., B, Hq] fp32.
+        seq_lens: [B] integers, tokens that this attention read.  chunk_size: S.  count: M.
+    Returns:
+        [..., B, Hkv, M] int32.
+    """
+    heads = lse.unflatten(-1, (block_lse.shape[-4], -1))[..., None, None, :]
+    mass = torch.exp2(block_lse - heads).sum(-2).amax(-1)
+    sink_end, window_start = predictor_ranges(seq_lens, chunk_size)
+    return recall_lists(mass, sink_end[:, None], window_start[:, None], count)
+
+
+@triton.jit(do_not_specialize=["num_blocks", "chunk_size"])
+def _choose_recall_lists_kernel(
+    block_lse_ptr,  # [L, B, HKV, NB, 4, HEADS] fp32
+    lse_ptr,  # [L, B, HKV, HEADS] fp32
+    seq_lens_ptr,  # [B] int32
+    lists_ptr,  # [L, B, HKV, RECALL] int32
+    peer_lists_ptr,  # the same, of another rank; or None
+    senders_ptr,  # [L] int32: layers that this rank has the weights of; or None: all
+    num_blocks,
+    chunk_size,
+    HKV: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEADS_PAD: tl.constexpr,
+    RECALL: tl.constexpr,
+    RECALL_PAD: tl.constexpr,
+    BLOCKS_PAD: tl.constexpr,
+):
+    """Choose one list. Grid [HKV, B, L]."""
+    head, request, layer = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if senders_ptr is not None:
+        if tl.load(senders_ptr + layer) == 0:
+            return
+    row = (layer * tl.num_programs(1) + request) * HKV + head
+    sink, window = token_ranges(tl.load(seq_lens_ptr + request), chunk_size, True)
+    blocks, heads = tl.arange(0, BLOCKS_PAD), tl.arange(0, HEADS_PAD)
+    is_between = (blocks * KV_BLOCK >= sink) & (blocks * KV_BLOCK + KV_BLOCK <= window)
+    lse = tl.load(lse_ptr + row * HEADS + heads, mask=heads < HEADS, other=float("inf"))
+    weights = tl.zeros([BLOCKS_PAD, HEADS_PAD], tl.float32)
+    first = block_lse_ptr + row.to(tl.int64) * num_blocks * (4 * HEADS)
+    mask = is_between[:, None] & (heads < HEADS)[None, :]
+    for part in tl.static_range(4):
+        offsets = (blocks * 4 + part)[:, None] * HEADS + heads[None, :]
+        block_lse = tl.load(first + offsets, mask=mask, other=float("-inf"))
+        weights += tl.exp2(block_lse - lse[None, :])
+    mass = tl.max(tl.where(mask, weights, 0.0), 1)
+    # Masses are not negative, so their bits order as they do. Of equal masses the lower block is the larger key.
+    keys = (mass.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (NO_BLOCK - blocks).to(tl.int64)
+    keys = tl.topk(tl.where(is_between, keys, -1), RECALL_PAD)
+    order = tl.arange(0, RECALL_PAD)
+    chosen = tl.where((keys >= 0) & (order < RECALL), NO_BLOCK - (keys & 0xFFFFFFFF).to(tl.int32), NO_BLOCK)
+    ascending = tl.sort(chosen)
+    listed = tl.where(ascending == NO_BLOCK, -1, ascending)
+    tl.store(lists_ptr + row * RECALL + order, listed, mask=order < RECALL)
+    if peer_lists_ptr is not None:
+        tl.store(peer_lists_ptr + row * RECALL + order, listed, mask=order < RECALL)
+
+
+def choose_recall_lists(
+    state: RecallState,
+    seq_lens: Tensor,
+    chunk_size: int,
+    layers: slice = slice(None),
+    lists: Tensor | None = None,
+    peer_lists: Tensor | None = None,
+    senders: Tensor | None = None,
+) -> None:
+    """Choose the recall lists of layers from the weights that attention of this token left. Oracle: `recall_lists_ref`.
+
+    Args:
+        seq_lens: [B] int32, tokens that this attention read.  chunk_size: S.
+        layers: which layers.
+        lists: written instead of those of the state.
+        peer_lists: the same lists of the paired rank, written as well.
+        senders: [L] int32; lists of layers with 0 are left as they are.
+    Capture: graph-safe on CUDA tensors; allocates nothing there.
+    """
+    lists = (state.lists if lists is None else lists)[layers]
+    block_lse, lse = state.block_lse[layers], state.lse[layers]
+    num_layers, batch_size, num_kv_heads, count = lists.shape
+    if not lists.is_cuda:
+        chosen = recall_lists_ref(block_lse, lse, seq_lens, chunk_size, count)
+        is_sender = slice(None) if senders is None else senders[layers] != 0
+        for target in (lists,) if peer_lists is None else (lists, peer_lists[layers]):
+            target[is_sender] = chosen[is_sender]
+        return
+    num_blocks, heads = block_lse.shape[3], block_lse.shape[5]
+    pad = max(triton.next_power_of_2(num_blocks), triton.next_power_of_2(count))
+    jit_launch(_choose_recall_lists_kernel, (num_kv_heads, batch_size, num_layers))(
+        block_lse, lse, seq_lens, lists, None if peer_lists is None else peer_lists[layers],
+        None if senders is None else senders[layers], num_blocks, chunk_size, HKV=num_kv_heads, HEADS=heads,
+        HEADS_PAD=triton.next_power_of_2(heads), RECALL=count, RECALL_PAD=triton.next_power_of_2(count),
+        BLOCKS_PAD=pad, num_warps=num_warps(pad),
+    )  # fmt: skip
+
+
+def num_warps(blocks_pad: int) -> int:
+    """Warps of a program that chooses among `blocks_pad` blocks, a power of two."""
+    return max(1, min(16, blocks_pad // 128))
