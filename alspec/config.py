@@ -424,8 +424,8 @@ class DoctorConfig(CommandConfig):
 class BenchConfig(CommandConfig):
     """Settings of `launch/bench_kernels.py`."""
 
-    bench: Literal["allreduce", "decode", "prefill", "prompt", "ready", "shapes", "turbo", "turn"] | None = Field(
-        default=None, description="run only this benchmark; default: decode and ready"
+    bench: Literal["allreduce", "decode", "prefill", "prompt", "ready", "recall", "shapes", "turbo", "turn"] | None = (
+        Field(default=None, description="run only this benchmark; default: decode and ready")
     )
     contexts: Several[Tokens] | None = Field(
         default=None,

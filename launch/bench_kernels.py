@@ -19,7 +19,8 @@ from rich.table import Table
 from torch import Tensor
 
 from alspec.config import QUANTISED_CODECS, BenchConfig
-from alspec.errors import UserError
+from alspec.errors import BadNumbersError, UserError
+from alspec.kernels.attention.recall import RecallState, choose_recall_lists, recall_lists_ref
 from alspec.kernels.common.jit_launch import compiling
 from alspec.launch.bench.bench_allreduce import BATCHES, HIDDEN, connect, measure
 from alspec.launch.bench.bench_common import times_us
@@ -33,6 +34,7 @@ from alspec.launch.bench.decode_case import COLD_BYTES, Case, check, flashinfer,
 from alspec.launch.bench.spec_ready import spec_ready_us
 from alspec.launch.terminal.flags import Parser, check_writable, parse_command
 from alspec.launch.terminal.output import append_rows, exit_code, result_console
+from alspec.predictor import KV_TILE
 from alspec.runtime.distributed.placement import Placement
 from alspec.runtime.faults.guard import translate_out_of_memory
 from alspec.runtime.profiling.provenance import provenance
@@ -43,6 +45,8 @@ __all__ = ["main"]
 
 CHUNK_SIZE = 128
 CONTEXTS = tuple(2**power for power in range(10, 19))
+RECALL_COUNTS, RECALL_CODECS, NUM_LAYERS = (16, 32), ("turbo4", "turboquant3", "hybrid-k4v2"), 32
+RECALL_CONTEXTS = (8192, 32768, 131072)
 SHAPES = ((32, 8, 128), (8, 2, 128), (32, 8, 64))
 
 
@@ -140,21 +144,25 @@ def add_runs(
     case: Case | QuantisedCase,
     runs: Sequence[tuple[str, str, Callable[[int], tuple[Tensor, ...]] | None, int]],
     base: float | None = None,
+    recalled: Sequence[int] | None = None,
 ) -> float:
     """Check all runs that are not None, then time them in turn.
 
     Args:
         runs: (bench, implementation, run, chunk size) of each.
+        recalled: blocks that `A~` of each run recalls, which their labels then name.
     Returns:
         The median to compare with: `base`, or that of the first run.
     """
     found = [(bench, impl, run, chunk_size) for bench, impl, run, chunk_size in runs if run is not None]
-    for _, _, run, chunk_size in found:
-        check(case, run, chunk_size)
+    counts = recalled or [0] * len(found)
+    for (_, _, run, chunk_size), count in zip(found, counts, strict=True):
+        check(case, run, chunk_size, count)
     times = times_us([run for _, _, run, _ in found], case.q.shape[0])
     base = base or times[0]["p50"]
-    for (bench, impl, _, _), us in zip(found, times, strict=True):
-        results.add(bench, impl, label, us, case.num_bytes, base)
+    for (bench, impl, _, _), us, count in zip(found, times, counts, strict=True):
+        own = label if recalled is None else label | {"recall_blocks": count}
+        results.add(bench, impl, own, us, case.num_bytes, base)
     return base
 
 
@@ -249,6 +257,66 @@ def bench_quantised_decode(results: Results, contexts: list[int]) -> None:
                 add_reading(results, {**label, "codec": codec}, size, copies, base)
 
 
+def bench_recall(results: Results, contexts: list[int]) -> None:
+    """What recalled blocks cost: attention over each kind of cache, the time to `A~`, and the choice of all lists."""
+    counts, (hq, hkv, dim) = (0, 0, *RECALL_COUNTS), SHAPES[0]
+    chunks = (0, *[CHUNK_SIZE] * (len(counts) - 1))
+    names = ("decode_attention", *["speculative_decode"] * (len(counts) - 1))
+    for context in contexts:
+        label = {"heads": f"{hq}/{hkv}", "head_dim": dim, "context": context}
+        case = Case.draw([context], hq, hkv, dim)
+        lean_runs = [lean(case, *sizes) for sizes in zip(chunks, counts, strict=True)]
+        impls = ["alspec.lean_decode_attention"] * len(counts)
+        add_runs(
+            results,
+            label | {"codec": "bf16"},
+            case,
+            list(zip(names, impls, lean_runs, chunks, strict=True)),
+            None,
+            counts,
+        )
+        for count in (0, *RECALL_COUNTS):
+            us = spec_ready_us(case.q[0], case.k[0], case.v[0], case.seq_lens, CHUNK_SIZE, False, count)
+            size = min(context, 2 * CHUNK_SIZE + KV_TILE * count) * hkv * dim * 2 * case.k.itemsize
+            ready = label | {"chunk_size": CHUNK_SIZE, "recall_blocks": count, "seen_by": "this GPU"}
+            results.add("spec_ready", impls[0], ready, us, size)
+        del case, lean_runs
+        for codec in RECALL_CODECS:
+            quantised = QuantisedCase.draw([context], hq, hkv, dim, codec, COLD_BYTES)
+            runs = [
+                quantised_run(quantised, chunk, "exact", count) for chunk, count in zip(chunks, counts, strict=True)
+            ]
+            impls = ["alspec.quantised_decode_attention"] * len(counts)
+            own = label | {"codec": codec}
+            add_runs(results, own, quantised, list(zip(names, impls, runs, chunks, strict=True)), None, counts)
+            del quantised, runs
+        for count in RECALL_COUNTS:
+            us, size = recall_lists_us(NUM_LAYERS, hq, hkv, context, CHUNK_SIZE, count)
+            results.add(
+                "recall_lists",
+                "alspec.choose_recall_lists",
+                label | {"layers": NUM_LAYERS, "recall_blocks": count},
+                us,
+                size,
+            )
+
+
+def recall_lists_us(
+    num_layers: int, num_qo_heads: int, num_kv_heads: int, context: int, chunk_size: int, count: int
+) -> tuple[dict[str, float], int]:
+    """Time of the choice of the recall lists of all layers of one request, and the bytes that it reads."""
+    device = torch.device("cuda")
+    state = RecallState.allocate(num_layers, 1, num_qo_heads, num_kv_heads, context, count, device)
+    state.block_lse.copy_(torch.randn(state.block_lse.shape, device=device))
+    seq_lens = torch.tensor([context], dtype=torch.int32, device=device)
+    choose_recall_lists(state, seq_lens, chunk_size)
+    expected = recall_lists_ref(state.block_lse, state.lse, seq_lens, chunk_size, count)
+    if not torch.equal(state.lists, expected):
+        raise BadNumbersError(f"wrong recall lists of {context} tokens")
+    (us,) = times_us([lambda _: choose_recall_lists(state, seq_lens, chunk_size)], 8, flush_l2=True)
+    return us, state.block_lse.numel() * 4
+
+
 def bench_prompt(results: Results, contexts: list[int]) -> None:
     """Whole prompts of the 8B shape over each cache, in each mode of a torchrun job. They have their own table."""
     rows: list[dict[str, Any]] = []
@@ -293,6 +361,7 @@ BENCHES: dict[str, Callable[..., None]] = {
     "allreduce": bench_allreduce,
     "prefill": bench_prefill,
     "prompt": bench_prompt,
+    "recall": bench_recall,
     "shapes": bench_shapes,
     "turbo": bench_quantised_decode,
     "turn": bench_turn,
@@ -329,7 +398,7 @@ def _run(config: BenchConfig, command: str) -> int:
     with translate_out_of_memory("--bench shapes needs some 40 GB" if is_drawn else "Lower --contexts"):
         results = Results(config.rows, command)
         for name in [config.bench] if config.bench else ["decode", "ready"]:
-            default = {"prompt": PROMPT_CONTEXTS, "turn": TURN_CONTEXTS}.get(name, CONTEXTS)
+            default = {"prompt": PROMPT_CONTEXTS, "turn": TURN_CONTEXTS, "recall": RECALL_CONTEXTS}.get(name, CONTEXTS)
             BENCHES[name](results, list(config.contexts or default), **options)
     results.show()
     return 0

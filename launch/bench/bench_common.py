@@ -11,28 +11,52 @@ from torch import Tensor
 
 from alspec.errors import BadNumbersError
 from alspec.kernels.attention.decode.combine import num_sums
-from alspec.kernels.attention.decode.lean_decode import SpecOutput
+from alspec.kernels.attention.decode.lean_decode import RecallBuffers, SpecOutput, recall_parts
 from alspec.kernels.comm.ll_packets import unpack_packets
+from alspec.predictor import KV_TILE, predictor_ranges
 from alspec.runtime.profiling.stats import spread
 
-__all__ = ["check_close", "combined", "new_spec_output", "times_us", "written"]
+__all__ = ["check_close", "combined", "new_recall", "new_spec_output", "times_us", "written"]
 
 WARMUP_MS = 20  # replays before the measurement, until the clock rates have settled
 REPLAYS = 25
 FLUSH_BYTES = 256 * 2**20  # reading as much replaces everything in the L2
 
 
-def new_spec_output(chunk_size: int, q: Tensor, parts: int, device: torch.device) -> tuple[SpecOutput, Tensor]:
+def new_recall(seq_lens: Tensor, shape: tuple[int, int, int], chunk_size: int, count: int) -> RecallBuffers | None:
+    """Recall lists of `count` blocks that are spread evenly between sink and window; None with count 0.
+
+    Args:
+        seq_lens: [B].  shape: query heads, KV heads and capacity in tokens.
+    """
+    if not count:
+        return None
+    num_qo_heads, num_kv_heads, capacity = shape
+    rows = []
+    for sink_end, window_start in zip(*(ends.tolist() for ends in predictor_ranges(seq_lens, chunk_size)), strict=True):
+        blocks = torch.arange(sink_end // KV_TILE, window_start // KV_TILE)
+        chosen = blocks[:: max(1, len(blocks) // count)][:count].int()
+        rows.append(torch.nn.functional.pad(chosen, (0, count - len(chosen)), value=-1))
+    lists = torch.stack(rows)[:, None].repeat(1, num_kv_heads, 1).to(seq_lens.device)
+    weights = (len(rows), num_kv_heads, -(-capacity // KV_TILE), 4, num_qo_heads // num_kv_heads)
+    return RecallBuffers(lists, torch.empty(weights, device=seq_lens.device))
+
+
+def new_spec_output(
+    chunk_size: int, q: Tensor, parts: int, device: torch.device, recall: RecallBuffers | None = None
+) -> tuple[SpecOutput, Tensor]:
     """Allocate what speculative attention of q writes for a pair.
 
     Args:
         q: [B, Hq, D].
-        parts: number of partials in which `A~` is sent.
+        parts: number of partials of sink and window in which `A~` is sent.
         device: holds the packets of `A~`.
+        recall: blocks that are recalled, which adds their parts.
     Returns:
         The `SpecOutput`, with epoch 0, and all of its packets, [n] int64, zeroed.
     """
     batch, hq, dim = q.shape
+    parts += 0 if recall is None else recall_parts(recall.lists.shape[-1])
     size = parts * q.numel()
     packets = torch.zeros(size + (parts * batch * hq if parts > 1 else 0), dtype=torch.int64, device=device)
     speculation = SpecOutput(
@@ -41,6 +65,7 @@ def new_spec_output(chunk_size: int, q: Tensor, parts: int, device: torch.device
         torch.full((batch, num_sums(batch, hq, dim), 2), torch.nan, device=q.device),
         torch.zeros(1, dtype=torch.int32, device=q.device),
         packets[size:].view(parts, batch, hq) if parts > 1 else None,
+        recall,
     )
     return speculation, packets
 

@@ -14,7 +14,7 @@ from alspec.kernels.attention.dispatch import attend_workspace
 from alspec.kernels.kv_codec.codec_reference import dequantize_side
 from alspec.kernels.kv_codec.formats import format_of, record_words, side_of, side_words
 from alspec.kernels.kv_codec.quantised_layer import BLOCK, QuantisedLayer
-from alspec.launch.bench.bench_common import new_spec_output, written
+from alspec.launch.bench.bench_common import new_recall, new_spec_output, written
 from alspec.sas import Softmax
 
 __all__ = ["QuantisedCase", "quantised_run"]
@@ -120,9 +120,9 @@ def _parameters(method: str, num_blocks: int, head_dim: int, bits: int, device: 
 
 
 def quantised_run(
-    case: QuantisedCase, chunk_size: int, softmax: Softmax = "exact"
+    case: QuantisedCase, chunk_size: int, softmax: Softmax = "exact", recall_blocks: int = 0
 ) -> Callable[[int], tuple[Tensor, ...]]:
-    """Our kernel on copy `i`. With `chunk_size` it also writes `A~` and the verdict's sums."""
+    """Our kernel on copy `i`. With `chunk_size` it also writes `A~`, also over recalled blocks, and the verdict's sums."""
     _, batch, hq, dim = case.q.shape
     device, hkv = case.q.device, case.layers[0].num_kv_heads
     workspace = attend_workspace(case.layers[0], hq, device)
@@ -131,7 +131,9 @@ def quantised_run(
     speculation = None
     if chunk_size:
         parts = quantised_spec_parts(batch, hq // hkv, device)
-        speculation, packets = new_spec_output(chunk_size, case.q[0], parts, device)
+        capacity = int(case.seq_lens.max())
+        recall = new_recall(case.seq_lens, (hq, hkv, capacity), chunk_size, recall_blocks)
+        speculation, packets = new_spec_output(chunk_size, case.q[0], parts, device, recall)
         packets.fill_(-1)  # another epoch than that of the run
 
     def run(i: int) -> tuple[Tensor, ...]:

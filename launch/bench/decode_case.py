@@ -15,8 +15,10 @@ from torch import Tensor
 from alspec.kernels.attention.decode.lean_decode import lean_decode_attention, spec_parts
 from alspec.kernels.attention.dispatch import KVLayer, attend_workspace
 from alspec.kernels.attention.oracles import decode_attention_ref, speculative_decode_attention_ref
-from alspec.launch.bench.bench_common import check_close, combined, new_spec_output, written
+from alspec.launch.bench.bench_common import check_close, combined, new_recall, new_spec_output, written
 from alspec.launch.bench.bench_quantised import QuantisedCase
+from alspec.predictor import KV_TILE, predictor_ranges
+from alspec.verdict import distance_sums
 
 __all__ = ["COLD_BYTES", "Case", "Run", "check", "flashinfer", "lean", "sdpa"]
 
@@ -72,8 +74,8 @@ class Case:
         return int(self.seq_lens.sum()) * heads * head_dim * 2 * self.k.itemsize
 
 
-def lean(case: Case, chunk_size: int = 0) -> Run:
-    """Our kernel on copy `i`. With `chunk_size` it also writes `A~` and the verdict's sums."""
+def lean(case: Case, chunk_size: int = 0, recall_blocks: int = 0) -> Run:
+    """Our kernel on copy `i`. With `chunk_size` it also writes `A~`, also over recalled blocks, and the verdict's sums."""
     _, batch, hq, dim = case.q.shape
     device, hkv = case.q.device, case.k.shape[2]
     workspace = attend_workspace(KVLayer(case.k[0], case.v[0]), hq, device)
@@ -81,7 +83,8 @@ def lean(case: Case, chunk_size: int = 0) -> Run:
     speculation = None
     if chunk_size:
         parts = spec_parts(chunk_size, batch, hq, hkv, dim, case.q.dtype, device)
-        speculation, packets = new_spec_output(chunk_size, case.q[0], parts, device)
+        recall = new_recall(case.seq_lens, (hq, hkv, case.k.shape[3]), chunk_size, recall_blocks)
+        speculation, packets = new_spec_output(chunk_size, case.q[0], parts, device, recall)
         packets.fill_(-1)  # another epoch than that of the run
 
     def run(i: int) -> tuple[Tensor, ...]:
@@ -91,6 +94,24 @@ def lean(case: Case, chunk_size: int = 0) -> Run:
         return written(out, speculation)
 
     return run
+
+
+def _recalling_ref(q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, chunk_size: int, recall_blocks: int) -> Tensor:
+    """`A~` of the lists of `new_recall`, which are the same for all heads, in fp64: [B, Hq, D]."""
+    recall = new_recall(seq_lens, (q.shape[1], k.shape[1], k.shape[2]), chunk_size, recall_blocks)
+    assert recall is not None
+    outs = []
+    for request, n in enumerate(seq_lens.tolist()):
+        sink_end, window_start = (int(end) for end in predictor_ranges(seq_lens[request], chunk_size))
+        token = torch.arange(n, device=q.device)
+        listed = (recall.lists[request, 0][:, None] == token // KV_TILE).any(0)
+        tokens = token[(token < sink_end) | (token >= window_start) | listed]
+        one = slice(request, request + 1)
+        length = torch.tensor([len(tokens)], device=q.device)
+        outs.append(
+            decode_attention_ref(q[one], k[one][:, :, tokens], v[one][:, :, tokens], length, q.shape[-1] ** -0.5)[0]
+        )
+    return torch.cat(outs)
 
 
 def sdpa(case: Case) -> Run:
@@ -122,13 +143,16 @@ def flashinfer(case: Case, use_tensor_cores: bool = True) -> Run | None:
     return run
 
 
-def check(case: Case | QuantisedCase, run: Run, chunk_size: int = 0) -> None:
+def check(case: Case | QuantisedCase, run: Run, chunk_size: int = 0, recall_blocks: int = 0) -> None:
     """Compare the last copy's result with the fp64 oracle, request by request: outputs of long requests are small."""
     args = case.last()
     scale = case.q.shape[-1] ** -0.5
     found = run(case.q.shape[0] - 1)
     if chunk_size:
         spec_out, full_out, sums = speculative_decode_attention_ref(*args, chunk_size, scale)
+        if recall_blocks:
+            spec_out = _recalling_ref(*args, chunk_size, recall_blocks)
+            sums = distance_sums(spec_out, full_out)
         spec = found[1] if found[1].is_floating_point() else combined(found[1], found[3] if len(found) > 3 else None, 0)
         found = (found[0], spec, found[2].sum(1))
         expected: tuple[Tensor, ...] = (full_out, spec_out, sums)

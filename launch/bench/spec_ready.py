@@ -13,8 +13,8 @@ from alspec.kernels.attention.oracles import decode_attention_ref
 from alspec.kernels.bench.measuring import NEVER, POLLED, compare_clocks, stamp_time, watch_packets
 from alspec.kernels.comm.ll_packets import unpack_packets
 from alspec.kernels.common.jit_launch import num_sms
-from alspec.launch.bench.bench_common import check_close, combined, new_spec_output
-from alspec.predictor import predictor_ranges
+from alspec.launch.bench.bench_common import check_close, combined, new_recall, new_spec_output
+from alspec.predictor import KV_TILE, predictor_ranges
 from alspec.runtime.profiling.stats import spread
 
 __all__ = ["spec_ready_us"]
@@ -92,7 +92,9 @@ class _Clocks:
         return float(twice / 2)
 
 
-def spec_ready_us(q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, chunk_size: int, peer: bool) -> dict[str, float]:
+def spec_ready_us(
+    q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, chunk_size: int, peer: bool, recall_blocks: int = 0
+) -> dict[str, float]:
     """Microseconds from the launch of speculative decode until another kernel sees all of `A~`.
 
     The time starts when the kernel before it ends, so it includes the launch. With `peer`, `A~` is stored on the second
@@ -100,6 +102,7 @@ def spec_ready_us(q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, chunk_size:
 
     Args:
         q, k, v, seq_lens: one request, as for `lean_decode_attention`, on the first GPU.
+        recall_blocks: blocks that `A~` of each KV head recalls.
     Returns:
         p20, p50, p80 over launches with a cold L2.
     Raises:
@@ -112,7 +115,8 @@ def spec_ready_us(q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, chunk_size:
     workspace = attend_workspace(KVLayer(k, v), hq, here)
     out, lse = torch.empty_like(q), torch.empty(batch, hq, device=here)
     parts = spec_parts(chunk_size, batch, hq, k.shape[1], dim, q.dtype, here)
-    speculation, packets = new_spec_output(chunk_size, q, parts, there)
+    recall = new_recall(seq_lens, (hq, k.shape[1], k.shape[2]), chunk_size, recall_blocks)
+    speculation, packets = new_spec_output(chunk_size, q, parts, there, recall)
     assert speculation.epoch is not None
     started = torch.zeros(1, dtype=torch.int64, device=here)
     watch, clocks = _Watch(packets), _Clocks(here, there) if peer else None
@@ -159,10 +163,12 @@ def spec_ready_us(q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, chunk_size:
 
 
 def _check_spec(speculation: SpecOutput, q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, epoch: int) -> None:
-    """Compare `A~` of one request with the fp64 oracle over sink and window."""
+    """Compare `A~` of one request with the fp64 oracle over sink, window and recalled blocks, the same for all heads."""
     n = int(seq_lens)
     sink_end, window_start = (int(end) for end in predictor_ranges(seq_lens, speculation.chunk_size))
-    tokens = [*range(sink_end), *range(window_start, n)]
+    listed = [] if speculation.recall is None else speculation.recall.lists[0, 0].tolist()
+    recalled = [KV_TILE * block + i for block in listed if block >= 0 for i in range(KV_TILE)]
+    tokens = [*range(sink_end), *recalled, *range(window_start, n)]
     num_tokens = torch.tensor([len(tokens)])
     expected, _ = decode_attention_ref(q, k[:, :, tokens], v[:, :, tokens], num_tokens, q.shape[-1] ** -0.5)
     found = combined(speculation.spec_out, speculation.spec_lse, epoch).to(expected)
