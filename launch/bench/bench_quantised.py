@@ -122,7 +122,7 @@ def _parameters(method: str, num_blocks: int, head_dim: int, bits: int, device: 
 def quantised_run(
     case: QuantisedCase, chunk_size: int, softmax: Softmax = "exact", recall_blocks: int = 0
 ) -> Callable[[int], tuple[Tensor, ...]]:
-    """Our kernel on copy `i`. With `chunk_size` it also writes `A~`, also over recalled blocks, and the verdict's sums."""
+    """Our kernel on copy `i`. With `chunk_size` it also writes `A~`, with recalled blocks, and the sums."""
     _, batch, hq, dim = case.q.shape
     device, hkv = case.q.device, case.layers[0].num_kv_heads
     workspace = attend_workspace(case.layers[0], hq, device)

@@ -75,7 +75,7 @@ class Case:
 
 
 def lean(case: Case, chunk_size: int = 0, recall_blocks: int = 0) -> Run:
-    """Our kernel on copy `i`. With `chunk_size` it also writes `A~`, also over recalled blocks, and the verdict's sums."""
+    """Our kernel on copy `i`. With `chunk_size` it also writes `A~`, with recalled blocks, and the sums."""
     _, batch, hq, dim = case.q.shape
     device, hkv = case.q.device, case.k.shape[2]
     workspace = attend_workspace(KVLayer(case.k[0], case.v[0]), hq, device)

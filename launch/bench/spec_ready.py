@@ -163,7 +163,7 @@ def spec_ready_us(
 
 
 def _check_spec(speculation: SpecOutput, q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, epoch: int) -> None:
-    """Compare `A~` of one request with the fp64 oracle over sink, window and recalled blocks, the same for all heads."""
+    """Compare `A~` of one request with the fp64 oracle over sink, window and recalled blocks, alike for all heads."""
     n = int(seq_lens)
     sink_end, window_start = (int(end) for end in predictor_ranges(seq_lens, speculation.chunk_size))
     listed = [] if speculation.recall is None else speculation.recall.lists[0, 0].tolist()

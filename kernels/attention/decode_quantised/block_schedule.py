@@ -175,8 +175,8 @@ def item_blocks(
         tile, run_end: next tile and end of the run, in the row of the rests alone.
         rest_start: where the output's rest begins in that row.
     Returns:
-        blocks: (first, split, second, count, None): `split` blocks from `first` on, then those from `second` on;
-            `count` in all.
+        blocks: (first, split, second, count): `split` blocks from `first` on, then those from `second` on; `count` in
+            all.
         has_tail: whether the item includes the tail.
         full: number of full blocks of the output.
     """
@@ -196,4 +196,4 @@ def item_blocks(
         second = window
     else:
         has_tail = first_tile == 0
-    return (first, split, second, count, None), has_tail, full
+    return (first, split, second, count), has_tail, full

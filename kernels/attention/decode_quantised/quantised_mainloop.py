@@ -98,14 +98,8 @@ def _with_listed(blocks, list_ptr, recall_part, is_recall, RECALL: tl.constexpr,
         list_ptr + first + entries, mask=is_recall & (entries < BLOCKS) & (first + entries < RECALL), other=-1
     )
     count = tl.where(is_recall, tl.sum((listed >= 0).to(tl.int32), 0), blocks[3])
-    # `blocks[1]` is only a hint for prefetching scales here.
-    return (
-        tl.where(is_recall, 0, blocks[0]),
-        tl.where(is_recall, 0, blocks[1]),
-        blocks[2],
-        count,
-        (list_ptr + first, is_recall),
-    )
+    first_block, split = tl.where(is_recall, 0, blocks[0]), tl.where(is_recall, 0, blocks[1])
+    return first_block, split, blocks[2], count, list_ptr + first, is_recall
 
 
 @triton.jit

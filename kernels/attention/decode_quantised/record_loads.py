@@ -81,15 +81,15 @@ def block_index(tile, warps, blocks, W: tl.constexpr):
     """Return the block of each warp in a tile; past the end, the last block again.
 
     Args:
-        blocks: (first, split, second, count, listed): [first, first + split), then those from `second` on; `count` in
-            all. listed: None, or (pointer, is_listed): if is_listed, the blocks are read from this list instead.
+        blocks: (first, split, second, count): [first, first + split), then those from `second` on; `count` in all. With
+            two further values, (list pointer, is_listed), the blocks are read from this list if is_listed.
     """
     index = tl.minimum(tile * W + warps, blocks[3] - 1)
     gap = blocks[2] - blocks[0] - blocks[1]
     block = blocks[0] + index + tl.minimum(tl.maximum(index - blocks[1] + 1, 0), 1) * gap
-    if blocks[4] is not None:
-        listed = tl.load(blocks[4][0] + index, mask=blocks[4][1] & (index >= 0), other=0)
-        block = tl.where(blocks[4][1], listed, block)
+    if len(blocks) > 4:
+        listed = tl.load(blocks[4] + index, mask=blocks[5] & (index >= 0), other=0)
+        block = tl.where(blocks[5], listed, block)
     return block
 
 
