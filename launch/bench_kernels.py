@@ -306,7 +306,7 @@ def recall_lists_us(
 ) -> tuple[dict[str, float], int]:
     """Time of the choice of the recall lists of all layers of one request, and the bytes that it reads."""
     device = torch.device("cuda")
-    state = RecallState.allocate(num_layers, 1, num_qo_heads, num_kv_heads, context, count, device)
+    state = RecallState.allocate(num_layers, 1, num_qo_heads, num_kv_heads, context, count, 1, device)
     state.block_lse.copy_(torch.randn(state.block_lse.shape, device=device))
     seq_lens = torch.tensor([context], dtype=torch.int32, device=device)
     choose_recall_lists(state, seq_lens, chunk_size)

@@ -18,10 +18,12 @@ from alspec.kernels.attention.decode.lean_decode import (
     Phase,
     SpecOutput,
     lean_decode_attention,
+    lean_recall_parts,
     spec_parts,
 )
 from alspec.kernels.attention.decode_quantised.quantised_decode import (
     quantised_decode_attention,
+    quantised_recall_parts,
     quantised_settings,
     quantised_spec_parts,
 )
@@ -44,6 +46,7 @@ __all__ = [
     "DecodeAttention",
     "KVLayer",
     "attend",
+    "attend_recall_parts",
     "attend_spec_parts",
     "attend_workspace",
     "attend_workspaces",
@@ -132,6 +135,12 @@ def attend_spec_parts(layer: CacheLayer, num_qo_heads: int, chunk_size: int, dev
     if isinstance(layer, QuantisedLayer):
         return quantised_spec_parts(batch_size, num_qo_heads // num_kv_heads, device)
     return spec_parts(chunk_size, batch_size, num_qo_heads, num_kv_heads, layer.head_dim, layer.k.dtype, device)
+
+
+def attend_recall_parts(layers: Sequence[CacheLayer], recall_blocks: int) -> int:
+    """Return the number of parts of `A~` over so many recalled blocks; the same for all layers."""
+    kinds = {isinstance(layer, QuantisedLayer) for layer in layers}
+    return min((quantised_recall_parts if kind else lean_recall_parts)(recall_blocks) for kind in kinds)
 
 
 def attend_workspaces(

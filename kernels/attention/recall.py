@@ -32,6 +32,7 @@ class RecallState:
     lists: Tensor  # [L, B, Hkv, M] int32, ascending, then -1
     block_lse: Tensor  # [L, B, Hkv, NB, 4, Hq / Hkv] fp32, see `RecallBuffers`
     lse: Tensor  # [L, B, Hq] fp32, base 2, of the full attention
+    parts: int  # of `A~` over recalled blocks, see `RecallBuffers`
 
     @classmethod
     def allocate(
@@ -42,12 +43,13 @@ class RecallState:
         num_kv_heads: int,
         capacity: int,
         recall_blocks: int,
+        parts: int,
         device: torch.device,
     ) -> RecallState:
         """Allocate with empty lists.
 
         Args:
-            capacity: tokens of the cache.  recall_blocks: M.
+            capacity: tokens of the cache.  recall_blocks: M.  parts: from `attend_recall_parts`.
         """
         shape = (num_layers, batch_size, num_kv_heads)
         weights = (*shape, -(-capacity // KV_TILE), 4, num_qo_heads // num_kv_heads)
@@ -55,11 +57,12 @@ class RecallState:
             torch.full((*shape, recall_blocks), -1, dtype=torch.int32, device=device),
             torch.full(weights, float("-inf"), device=device),
             torch.zeros(num_layers, batch_size, num_qo_heads, device=device),
+            parts,
         )
 
     def buffers(self, layer: int) -> RecallBuffers:
         """What attention over a layer reads and writes."""
-        return RecallBuffers(self.lists[layer], self.block_lse[layer])
+        return RecallBuffers(self.lists[layer], self.block_lse[layer], self.parts)
 
 
 def recall_bytes(num_layers: int, num_qo_heads: int, num_kv_heads: int, capacity: int, recall_blocks: int) -> int:

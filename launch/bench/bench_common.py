@@ -11,7 +11,7 @@ from torch import Tensor
 
 from alspec.errors import BadNumbersError
 from alspec.kernels.attention.decode.combine import num_sums
-from alspec.kernels.attention.decode.lean_decode import RecallBuffers, SpecOutput, recall_parts
+from alspec.kernels.attention.decode.lean_decode import RecallBuffers, SpecOutput
 from alspec.kernels.comm.ll_packets import unpack_packets
 from alspec.predictor import KV_TILE, predictor_ranges
 from alspec.runtime.profiling.stats import spread
@@ -23,11 +23,13 @@ REPLAYS = 25
 FLUSH_BYTES = 256 * 2**20  # reading as much replaces everything in the L2
 
 
-def new_recall(seq_lens: Tensor, shape: tuple[int, int, int], chunk_size: int, count: int) -> RecallBuffers | None:
+def new_recall(
+    seq_lens: Tensor, shape: tuple[int, int, int], chunk_size: int, count: int, parts: int
+) -> RecallBuffers | None:
     """Recall lists of `count` blocks that are spread evenly between sink and window; None with count 0.
 
     Args:
-        seq_lens: [B].  shape: query heads, KV heads and capacity in tokens.
+        seq_lens: [B].  shape: query heads, KV heads and capacity in tokens.  parts: see `RecallBuffers`.
     """
     if not count:
         return None
@@ -39,7 +41,7 @@ def new_recall(seq_lens: Tensor, shape: tuple[int, int, int], chunk_size: int, c
         rows.append(torch.nn.functional.pad(chosen, (0, count - len(chosen)), value=-1))
     lists = torch.stack(rows)[:, None].repeat(1, num_kv_heads, 1).to(seq_lens.device)
     weights = (len(rows), num_kv_heads, -(-capacity // KV_TILE), 4, num_qo_heads // num_kv_heads)
-    return RecallBuffers(lists, torch.empty(weights, device=seq_lens.device))
+    return RecallBuffers(lists, torch.empty(weights, device=seq_lens.device), parts)
 
 
 def new_spec_output(
@@ -56,7 +58,7 @@ def new_spec_output(
         The `SpecOutput`, with epoch 0, and all of its packets, [n] int64, zeroed.
     """
     batch, hq, dim = q.shape
-    parts += 0 if recall is None else recall_parts(recall.lists.shape[-1])
+    parts += 0 if recall is None else recall.parts
     size = parts * q.numel()
     packets = torch.zeros(size + (parts * batch * hq if parts > 1 else 0), dtype=torch.int64, device=device)
     speculation = SpecOutput(

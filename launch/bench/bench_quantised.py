@@ -9,7 +9,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from alspec.kernels.attention.decode_quantised.quantised_decode import quantised_decode_attention, quantised_spec_parts
+from alspec.kernels.attention.decode_quantised.quantised_decode import (
+    quantised_decode_attention,
+    quantised_recall_parts,
+    quantised_spec_parts,
+)
 from alspec.kernels.attention.dispatch import attend_workspace
 from alspec.kernels.kv_codec.codec_reference import dequantize_side
 from alspec.kernels.kv_codec.formats import format_of, record_words, side_of, side_words
@@ -132,7 +136,9 @@ def quantised_run(
     if chunk_size:
         parts = quantised_spec_parts(batch, hq // hkv, device)
         capacity = int(case.seq_lens.max())
-        recall = new_recall(case.seq_lens, (hq, hkv, capacity), chunk_size, recall_blocks)
+        recall = new_recall(
+            case.seq_lens, (hq, hkv, capacity), chunk_size, recall_blocks, quantised_recall_parts(recall_blocks)
+        )
         speculation, packets = new_spec_output(chunk_size, case.q[0], parts, device, recall)
         packets.fill_(-1)  # another epoch than that of the run
 

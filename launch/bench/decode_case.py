@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from alspec.kernels.attention.decode.lean_decode import lean_decode_attention, spec_parts
+from alspec.kernels.attention.decode.lean_decode import lean_decode_attention, lean_recall_parts, spec_parts
 from alspec.kernels.attention.dispatch import KVLayer, attend_workspace
 from alspec.kernels.attention.oracles import decode_attention_ref, speculative_decode_attention_ref
 from alspec.launch.bench.bench_common import check_close, combined, new_recall, new_spec_output, written
@@ -83,7 +83,9 @@ def lean(case: Case, chunk_size: int = 0, recall_blocks: int = 0) -> Run:
     speculation = None
     if chunk_size:
         parts = spec_parts(chunk_size, batch, hq, hkv, dim, case.q.dtype, device)
-        recall = new_recall(case.seq_lens, (hq, hkv, case.k.shape[3]), chunk_size, recall_blocks)
+        recall = new_recall(
+            case.seq_lens, (hq, hkv, case.k.shape[3]), chunk_size, recall_blocks, lean_recall_parts(recall_blocks)
+        )
         speculation, packets = new_spec_output(chunk_size, case.q[0], parts, device, recall)
         packets.fill_(-1)  # another epoch than that of the run
 
@@ -98,7 +100,7 @@ def lean(case: Case, chunk_size: int = 0, recall_blocks: int = 0) -> Run:
 
 def _recalling_ref(q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, chunk_size: int, recall_blocks: int) -> Tensor:
     """`A~` of the lists of `new_recall`, which are the same for all heads, in fp64: [B, Hq, D]."""
-    recall = new_recall(seq_lens, (q.shape[1], k.shape[1], k.shape[2]), chunk_size, recall_blocks)
+    recall = new_recall(seq_lens, (q.shape[1], k.shape[1], k.shape[2]), chunk_size, recall_blocks, 1)
     assert recall is not None
     outs = []
     for request, n in enumerate(seq_lens.tolist()):

@@ -7,7 +7,7 @@ import triton
 from torch import Tensor
 
 from alspec.errors import RankFailureError
-from alspec.kernels.attention.decode.lean_decode import SpecOutput, lean_decode_attention, spec_parts
+from alspec.kernels.attention.decode.lean_decode import SpecOutput, lean_decode_attention, lean_recall_parts, spec_parts
 from alspec.kernels.attention.dispatch import KVLayer, attend_workspace
 from alspec.kernels.attention.oracles import decode_attention_ref
 from alspec.kernels.bench.measuring import NEVER, POLLED, compare_clocks, stamp_time, watch_packets
@@ -115,7 +115,9 @@ def spec_ready_us(
     workspace = attend_workspace(KVLayer(k, v), hq, here)
     out, lse = torch.empty_like(q), torch.empty(batch, hq, device=here)
     parts = spec_parts(chunk_size, batch, hq, k.shape[1], dim, q.dtype, here)
-    recall = new_recall(seq_lens, (hq, k.shape[1], k.shape[2]), chunk_size, recall_blocks)
+    recall = new_recall(
+        seq_lens, (hq, k.shape[1], k.shape[2]), chunk_size, recall_blocks, lean_recall_parts(recall_blocks)
+    )
     speculation, packets = new_spec_output(chunk_size, q, parts, there, recall)
     assert speculation.epoch is not None
     started = torch.zeros(1, dtype=torch.int64, device=here)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from alspec.config import SamplingConfig, SpeculationConfig
-from alspec.kernels.attention.dispatch import CacheLayer, DecodeAttention, KVLayer
+from alspec.kernels.attention.dispatch import CacheLayer, DecodeAttention, KVLayer, attend_recall_parts
 from alspec.kernels.attention.recall import RecallState
 from alspec.kernels.sampling.adjustment import count_newest, tokens_seen
 from alspec.kernels.sampling.logprobs import Logprobs, logprobs_ref
@@ -117,19 +117,19 @@ class EagerStep:
         self.threshold = speculation.threshold
         config, tp_size = model.config, transport.placement.tp_size
         num_qo_heads = config.num_qo_heads // tp_size
+        layers = [cache.layer(layer) for layer in range(cache.num_layers)]
         self._recall: RecallState | None = None
         self.prompt_queries: Tensor | None = None
         if speculation.recalled and mode != "off":
             self._recall = RecallState.allocate(
                 cache.num_layers, cache.batch_size, num_qo_heads, cache.num_kv_heads, cache.max_context,
-                speculation.recalled, cache.device,
+                speculation.recalled, attend_recall_parts(layers, speculation.recalled), cache.device,
             )  # fmt: skip
             shape = (cache.num_layers, cache.batch_size, num_qo_heads, cache.head_dim)
             self.prompt_queries = torch.zeros(shape, dtype=model.weights.embedding.dtype, device=cache.device)
         self._attention = DecodeAttention(
-            [cache.layer(layer) for layer in range(cache.num_layers)], num_qo_heads, speculation.chunk_size,
-            model.sm_scale, cache.device, self._recall,
-        )  # fmt: skip
+            layers, num_qo_heads, speculation.chunk_size, model.sm_scale, cache.device, self._recall
+        )
         self._operation = operation
         self._group = transport.placement.group
         self._priority = INITIAL_PRIORITY

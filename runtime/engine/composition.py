@@ -12,8 +12,7 @@ import torch
 from alspec.config import EngineConfig, SpeculationConfig
 from alspec.errors import UserError
 from alspec.kernels.attention.decode.combine import num_sums
-from alspec.kernels.attention.decode.lean_decode import recall_parts
-from alspec.kernels.attention.dispatch import attend_spec_parts
+from alspec.kernels.attention.dispatch import attend_recall_parts, attend_spec_parts
 from alspec.kernels.attention.recall import RecallState
 from alspec.kernels.comm.pair_state import PairShape
 from alspec.kernels.common.limits import MAX_BATCH
@@ -173,16 +172,18 @@ def build_captured_step(
     )  # fmt: skip
     if speculation is None:
         return CapturedStep(Decoder(*common), None, cache.max_context, uses_graph, operation)
+    recall, recalled = None, speculation.recalled
+    if recalled:
+        parts = attend_recall_parts([cache.layer(layer) for layer in range(cache.num_layers)], recalled)
+        sizes = config.num_layers, batch_size, shape.num_qo_heads, shape.num_kv_heads, cache.max_context
+        recall = RecallState.allocate(*sizes, recalled, parts, device)
     state = SpeculationState(
         speculation.threshold,
         speculation.chunk_size,
         hits=torch.zeros(config.num_layers, batch_size, dtype=torch.int32, device=device),
         live=torch.ones(batch_size, dtype=torch.int32, device=device),
-        recall=RecallState.allocate(
-            config.num_layers, batch_size, shape.num_qo_heads, shape.num_kv_heads, cache.max_context,
-            speculation.recalled, device,
-        ) if speculation.recalled else None,
-    )  # fmt: skip
+        recall=recall,
+    )
     decoder: Decoder
     if pair is not None:
         sums = torch.zeros(batch_size, num_sums(batch_size, shape.num_qo_heads, config.head_dim), 2, device=device)
@@ -204,13 +205,13 @@ def _pair_shape(
 ) -> PairShape:
     """Sizes of a pair's memory. `A~` comes in parts over `symm`; in the host's memory readers would wait in line."""
     config, batch_size, tp_size = model.config, cache.batch_size, transport.placement.tp_size
-    num_heads, parts, recalled = config.num_qo_heads // tp_size, 1, 0
-    if speculation is not None:
-        recalled = speculation.recalled
+    num_heads, parts, recalled = config.num_qo_heads // tp_size, 1, 0 if speculation is None else speculation.recalled
+    layers = [cache.layer(layer) for layer in range(cache.num_layers)]
     if speculation is not None and peer_memory == "symm":
-        layers = [cache.layer(layer) for layer in range(cache.num_layers)]
         parts = min(attend_spec_parts(layer, num_heads, speculation.chunk_size, transport.device) for layer in layers)
+    if recalled:
+        parts += attend_recall_parts(layers, recalled)
     return PairShape(
         config.num_layers, batch_size, tp_size, config.hidden_size, num_heads, cache.num_kv_heads, config.head_dim,
-        parts + (recall_parts(recalled) if recalled else 0), recalled,
+        parts, recalled,
     )  # fmt: skip

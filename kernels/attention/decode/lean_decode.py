@@ -43,6 +43,7 @@ from alspec.kernels.common.jit_launch import is_hopper, jit_launch, num_sms, set
 from alspec.predictor import MAX_RECALL_BLOCKS
 
 __all__ = [
+    "MAX_RECALL_PARTS",
     "PHASES",
     "LeanWorkspace",
     "Phase",
@@ -50,9 +51,9 @@ __all__ = [
     "SpecOutput",
     "check_outputs",
     "check_spec_output",
+    "lean_recall_parts",
     "num_recall_blocks",
     "recall_options",
-    "recall_parts",
     "recall_pointers",
     "spec_parts",
     "launch_combine",
@@ -67,7 +68,7 @@ TILE_BYTES = 32768  # bytes of K, and of V, in one tile
 # matters little if they are long.
 LONG_RUN = {64: 3, 128: 16}
 MAX_SPEC_PARTS = 5  # parts of `A~` over sink and window of an output
-MAX_RECALL_PARTS = 4  # parts over its recalled blocks, of at most 32 blocks each
+MAX_RECALL_PARTS = 8  # parts over its recalled blocks, of at most 32 blocks each
 NUM_WARPS = 4  # one warp group: a product of at least 64 rows is then a Hopper matrix instruction
 
 
@@ -116,6 +117,7 @@ class RecallBuffers:
     # [B, Hkv, NB, 4, Hq / Hkv] fp32, written for the blocks between sink and window: log2 of the weights of every 16
     # tokens, or of the whole block and three times -inf
     block_lse: Tensor
+    parts: int  # partials over the blocks of a list, 1 .. MAX_RECALL_PARTS
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,7 @@ class SpecOutput:
     @property
     def recall_parts(self) -> int:
         """Number of partials over recalled blocks: the last ones of P."""
-        return 0 if self.recall is None else recall_parts(self.recall.lists.shape[-1])
+        return 0 if self.recall is None else self.recall.parts
 
     @property
     def parts(self) -> int:
@@ -143,9 +145,9 @@ class SpecOutput:
         return 1 if self.spec_lse is None else self.spec_lse.shape[0] - self.recall_parts
 
 
-def recall_parts(recall_blocks: int) -> int:
-    """Number of partials over `recall_blocks` recalled blocks."""
-    return min(recall_blocks, MAX_RECALL_PARTS)
+def lean_recall_parts(recall_blocks: int) -> int:
+    """Number of partials over so many recalled blocks: two tiles are in flight, so up to 16 blocks take one round."""
+    return min(-(-recall_blocks // 2), MAX_RECALL_PARTS)
 
 
 def lean_decode_attention(
@@ -316,6 +318,10 @@ def check_spec_output(
             )
         if recall.block_lse.shape != (batch_size, num_kv_heads, blocks, 4, num_qo_heads // num_kv_heads):
             raise ValueError(f"block_lse: expected B, Hkv, NB, 4, Hq / Hkv, found {list(recall.block_lse.shape)}")
+        if not 1 <= recall.parts <= min(count, MAX_RECALL_PARTS) or recall.parts * 32 < count:
+            raise ValueError(
+                f"recall: expected 1 to {MAX_RECALL_PARTS} parts of 32 blocks at most, found {recall.parts}"
+            )
     in_parts = speculation.spec_lse is not None
     if (parts > 1 and batch_size > 1) or not 1 <= parts <= max_parts:
         raise ValueError(f"spec_lse: expected {max_parts} parts at most, and one for several requests, found {parts}")

@@ -115,10 +115,8 @@ def _attend_run(
     begin2,  # then tokens [begin2, end2): of the same output if `is_spec`, else of each further output
     end2,
     is_spec,
-    is_recall,  # tiles are blocks of a recall list: `listed_ptr`
-    listed_ptr,  # or None
-    block_lse_ptr,  # [B Hkv, NB, 4, HEADS_PER_KV] fp32, written for tiles of the rest; or None
-    num_blocks,  # NB
+    is_recall,  # tiles are blocks of the list `listed_ptr`
+    num_blocks,  # NB of block_lse
     tile,  # first tile, in the row of all rests
     count,  # number of tiles
     seq_lens,  # [B_PAD]
@@ -129,6 +127,8 @@ def _attend_run(
     chunk_size,
     qk_scale,
     program,
+    listed_ptr,  # blocks, or None
+    block_lse_ptr,  # [B Hkv, NB, 4, HEADS_PER_KV] fp32, written for tiles of the rest; or None
     HKV: tl.constexpr,
     HEADS_PER_KV: tl.constexpr,
     HEADS_PAD: tl.constexpr,
@@ -345,17 +345,38 @@ def lean_decode_kernel(
 
         # 3. Stream the tiles. `_attend_run` stores the partials of all outputs but the last.
         args = (
-            q_ptr, k_ptr, v_ptr, output, begin, end, begin2, end2, is_spec, is_recall, listed_ptr,
-            block_lse_ptr, num_blocks, tile, count, seq_lens, rest_end,
-            o_partial_ptr, lse_partial_ptr, capacity, chunk_size, qk_scale, program,
+            q_ptr, k_ptr, v_ptr, output, begin, end, begin2, end2, is_spec, is_recall, num_blocks, tile, count,
+            seq_lens, rest_end, o_partial_ptr, lse_partial_ptr, capacity, chunk_size, qk_scale, program,
         )  # fmt: skip
         if LONG > 0 and use_long:
             o, lse, partial_index = _attend_run(
-                *args, HKV, HEADS_PER_KV, HEADS_PAD, D, HEAD_DIM, B_PAD, 2 * BLOCK_N, STAGES, SPEC
+                *args,
+                listed_ptr,
+                block_lse_ptr,
+                HKV,
+                HEADS_PER_KV,
+                HEADS_PAD,
+                D,
+                HEAD_DIM,
+                B_PAD,
+                2 * BLOCK_N,
+                STAGES,
+                SPEC,
             )
         else:
             o, lse, partial_index = _attend_run(
-                *args, HKV, HEADS_PER_KV, HEADS_PAD, D, HEAD_DIM, B_PAD, BLOCK_N, STAGES, SPEC
+                *args,
+                listed_ptr,
+                block_lse_ptr,
+                HKV,
+                HEADS_PER_KV,
+                HEADS_PAD,
+                D,
+                HEAD_DIM,
+                B_PAD,
+                BLOCK_N,
+                STAGES,
+                SPEC,
             )
 
         has_partial = count > 0

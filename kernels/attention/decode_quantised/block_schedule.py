@@ -142,8 +142,8 @@ def build_schedule(
 
 @triton.constexpr_function
 def recall_part_tiles(recall, parts, warps):
-    """Cost of a part over recalled blocks, in tiles: its blocks and sending it; 0 without recalled blocks."""
-    return 1 + -(-recall_part_blocks(recall, parts) // warps) if parts else 0
+    """Cost of a part over recalled blocks, in tiles: its blocks, q and sending it; 0 without recalled blocks."""
+    return 2 + -(-recall_part_blocks(recall, parts) // warps) if parts else 0
 
 
 @triton.jit

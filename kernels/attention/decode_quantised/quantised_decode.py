@@ -32,6 +32,7 @@ import triton
 from torch import Tensor
 
 from alspec.kernels.attention.decode.lean_decode import (
+    MAX_RECALL_PARTS,
     PHASES,
     LeanWorkspace,
     Phase,
@@ -54,6 +55,7 @@ __all__ = [
     "MAX_HEADS_PER_KV",
     "QuantisedSettings",
     "quantised_decode_attention",
+    "quantised_recall_parts",
     "quantised_spec_parts",
     "quantised_settings",
 ]
@@ -94,6 +96,11 @@ def quantised_spec_parts(batch_size: int, heads_per_kv: int, device: torch.devic
     spill registers.
     """
     return MAX_PARTS if batch_size == 1 and heads_per_kv <= 4 and device.type == "cuda" else 1
+
+
+def quantised_recall_parts(recall_blocks: int) -> int:
+    """Number of partials over so many recalled blocks: two for each of the four warps of a program."""
+    return min(-(-recall_blocks // 8), MAX_RECALL_PARTS)
 
 
 def schedule_sizes(batch_size: int, num_kv_heads: int, num_programs: int) -> dict[str, int]:

@@ -13,7 +13,7 @@ from attention_launch import HAS_CUDA, AttentionLaunch, S
 from tiers import fast
 from torch import Tensor
 
-from alspec.kernels.attention.decode.lean_decode import RecallBuffers, recall_parts
+from alspec.kernels.attention.decode.lean_decode import RecallBuffers
 from alspec.kernels.attention.recall import RecallState, choose_recall_lists, recall_lists_ref
 from alspec.kernels.attention.torch_attention import combine_partials, predictor_attention
 from alspec.kernels.attention.torch_recall import recalled_attention, rest_block_lse
@@ -53,7 +53,8 @@ def recalling(launch: AttentionLaunch, count: int, parts: int = 1) -> None:
     spec, q = launch.speculation, launch.q
     assert spec is not None
     batch, num_kv_heads, num_tokens = launch.k.shape[:3]
-    total = parts + recall_parts(count)
+    recall = min(count, 3)
+    total = parts + recall
     lists = random_lists(launch, count, spec.chunk_size).to(q.device)
     block_lse = torch.full(
         (batch, num_kv_heads, -(-num_tokens // 64), 4, q.shape[1] // num_kv_heads), -math.inf, device=q.device
@@ -62,7 +63,7 @@ def recalling(launch: AttentionLaunch, count: int, parts: int = 1) -> None:
         spec,
         spec_out=torch.empty(total, *q.shape, dtype=torch.int64, device=q.device),
         spec_lse=torch.empty(total, *q.shape[:2], dtype=torch.int64, device=q.device),
-        recall=RecallBuffers(lists, block_lse),
+        recall=RecallBuffers(lists, block_lse, recall),
     )
 
 
@@ -195,7 +196,7 @@ def test_choice_of_lists(device: torch.device, seed: int) -> None:
     num_layers, batch, num_kv_heads, heads = 2, 3, 2, (1, 3, 4, 8)[seed % 4]
     capacity, count = int(torch.randint(400, 2000, (), generator=generator)), (1, 3, 16, 5)[seed % 4]
     lengths = torch.randint(1, capacity + 1, (batch,), generator=generator)
-    state = RecallState.allocate(num_layers, batch, num_kv_heads * heads, num_kv_heads, capacity, count, device)
+    state = RecallState.allocate(num_layers, batch, num_kv_heads * heads, num_kv_heads, capacity, count, 1, device)
     assert (state.lists == -1).all()
     coarse = torch.randint(-6, 1, state.block_lse.shape, generator=generator).float()
     state.block_lse.copy_(coarse if seed % 2 else coarse + torch.rand(coarse.shape, generator=generator))
@@ -231,7 +232,7 @@ def test_lists_follow_from_the_attention(device: torch.device) -> None:
 
 
 def test_lists_of_the_senders_go_to_both(device: torch.device) -> None:
-    state = RecallState.allocate(3, 1, 4, 2, 900, 4, device)
+    state = RecallState.allocate(3, 1, 4, 2, 900, 4, 1, device)
     state.block_lse.copy_(torch.rand(state.block_lse.shape))
     peer, senders = torch.full_like(state.lists, -7), torch.tensor([1, 0, 1], dtype=torch.int32, device=device)
     choose_recall_lists(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from alspec.config import SpeculationConfig
 from alspec.kernels.attention.decode.combine import num_sums
-from alspec.kernels.attention.decode.lean_decode import SpecOutput, recall_parts
+from alspec.kernels.attention.decode.lean_decode import SpecOutput
 from alspec.kernels.attention.dispatch import KVLayer, attend
 from alspec.kernels.attention.recall import RecallState
 from alspec.kernels.comm.exchange import Exchange, LogitExchange
@@ -58,7 +58,7 @@ class Pair:
         transport = Transport(Placement(), CPU, "gloo", None)
         shape = PairShape(
             config.num_layers, 1, 1, config.hidden_size, config.num_qo_heads, config.num_kv_heads, config.head_dim,
-            1 + recall_parts(recall_blocks), recall_blocks,
+            1 + bool(recall_blocks), recall_blocks,
         )  # fmt: skip
         memories = [torch.zeros(sum(shape.field_sizes()), dtype=torch.int64) for _ in range(2)]
         meetings = torch.zeros(2, 2, dtype=torch.int64)
@@ -174,7 +174,7 @@ def _recall(config: LlamaConfig, cache: Cache, recall_blocks: int) -> RecallStat
     if not recall_blocks:
         return None
     return RecallState.allocate(
-        config.num_layers, 1, config.num_qo_heads, config.num_kv_heads, cache.max_context, recall_blocks, CPU
+        config.num_layers, 1, config.num_qo_heads, config.num_kv_heads, cache.max_context, recall_blocks, 1, CPU
     )
 
 

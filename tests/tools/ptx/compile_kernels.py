@@ -155,14 +155,15 @@ def lean(
     return variant(capability, mainloop_sm90.lean_sm90_kernel, 4, constants, **types)
 
 
-def recall_constants(recall: int) -> dict[str, int]:
+def recall_constants(recall: int, is_lean: bool = True) -> dict[str, int]:
     """Blocks of a recall list, and the parts of `A~` over them."""
-    return {"RECALL": recall, "RECALL_PARTS": lean_decode.recall_parts(recall)}
+    parts = lean_decode.lean_recall_parts if is_lean else quantised_decode.quantised_recall_parts
+    return {"RECALL": recall, "RECALL_PARTS": parts(recall)}
 
 
-def recalling(recall: int, phase: str = "all") -> dict[str, Any]:
+def recalling(recall: int, phase: str = "all", is_lean: bool = True) -> dict[str, Any]:
     """Constants of an attention kernel that recalls so many blocks."""
-    constants: dict[str, Any] = recall_constants(recall)
+    constants: dict[str, Any] = recall_constants(recall, is_lean)
     if not recall:
         constants["recalled_ptr"] = None
     if not recall or phase == "predictor":
@@ -244,7 +245,7 @@ def flashq(
     settings = quantised_decode.GPU_SETTINGS
     constants = _flashq_constants(capability, heads_per_kv, head_dim, batch_size, spec, spec_parts) | {
         "FORMAT": format, "PER_SM": settings.per_sm, "SAS": sas, "gate_ptr": None,
-        "READ_LENGTHS_EARLY": capability >= 90, "BULK": capability >= 90, **recalling(recall),
+        "READ_LENGTHS_EARLY": capability >= 90, "BULK": capability >= 90, **recalling(recall, is_lean=False),
     }  # fmt: skip
     if not spec:
         constants |= dict.fromkeys(["spec_out_ptr", "epoch_ptr"])
@@ -263,7 +264,7 @@ def flashq_combine(
 ) -> Any:  # fmt: skip
     """The kernel that combines the partials of `flashq`."""
     constants = _flashq_constants(capability, heads_per_kv, head_dim, batch_size, spec, spec_parts)
-    constants |= recall_constants(recall)
+    constants |= recall_constants(recall, False)
     programs = 132 * quantised_decode.GPU_SETTINGS.per_sm
     width, slices, at_once = combine.combine_sizes(batch_size, 8 * heads_per_kv, head_dim, programs // (8 * batch_size))
     constants |= {"SLICE": width, "SLICES": slices, "ROUND": at_once, "gate_ptr": None}
