@@ -164,11 +164,12 @@ def choose_recall_lists(
             target[is_sender] = chosen[is_sender]
         return
     num_blocks, heads = block_lse.shape[3], block_lse.shape[5]
-    pad = max(triton.next_power_of_2(num_blocks), triton.next_power_of_2(count))
+    recall_pad = max(2, triton.next_power_of_2(count))  # `tl.topk` takes two or more
+    pad = max(triton.next_power_of_2(num_blocks), recall_pad)
     jit_launch(_choose_recall_lists_kernel, (num_kv_heads, batch_size, num_layers))(
         block_lse, lse, seq_lens, lists, None if peer_lists is None else peer_lists[layers],
         None if senders is None else senders[layers], num_blocks, chunk_size, HKV=num_kv_heads, HEADS=heads,
-        HEADS_PAD=triton.next_power_of_2(heads), RECALL=count, RECALL_PAD=triton.next_power_of_2(count),
+        HEADS_PAD=triton.next_power_of_2(heads), RECALL=count, RECALL_PAD=recall_pad,
         BLOCKS_PAD=pad, num_warps=num_warps(pad),
     )  # fmt: skip
 
