@@ -148,6 +148,10 @@ class LlamaConfig(Frozen):
         known = ", ".join(RANDOM_SHAPES)
         raise UserError(f"random_weights: expected {known} or a folder that holds config.json, found {show(name)}")
 
+    def weights_name(self, dtype_name: str) -> str:
+        """What the weights are: how files hold them, and the dtype in which they are used."""
+        return dtype_name if self.quantisation is None else f"{self.quantisation.name}, dequantised to {dtype_name}"
+
     @property
     def longest_context(self) -> int:
         """Longest context in tokens.

@@ -78,6 +78,7 @@ class Checkpoint:
     entries: dict[str, TensorEntry]
     files: dict[str, Path]
     stored_names: dict[str, str] = field(default_factory=dict)  # name in the file, if it differs
+    unused: str | None = None  # what the files hold that is not used, in a few words
     _handles: dict[Path, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod

@@ -43,7 +43,7 @@ class WeightScheme(Frozen):
             parts = f"groups of {self.group_size}"
         else:
             parts = "one scale" if self.rows_per_scale == -1 else "a scale for each row"
-        prefix = "" if method == self.layout else f"{method}, "
+        prefix = "" if method == "fp8" else f"{method}, "
         return f"{'fp8' if self.layout == 'fp8' else f'int{self.bits}'} ({prefix}{parts})"
 
 

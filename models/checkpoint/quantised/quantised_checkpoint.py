@@ -91,6 +91,7 @@ class QuantisedCheckpoint(Checkpoint):
             {name: summaries.get(name) or entries[name] for name in plain},
             {name: files[name] for name in plain if name in files},
             stored_names,
+            _unused(quantisation, entries),
             readers=readers,
             stored_files=files,
         )
@@ -184,6 +185,13 @@ class _Module:
             )
         is_in_order = torch.equal(order, torch.arange(len(order), device=order.device) // group_size)
         return None if is_in_order else order
+
+
+def _unused(quantisation: QuantisationConfig, entries: dict[str, TensorEntry]) -> str | None:
+    """Settings and tensors of quantised activations and of a quantised KV cache."""
+    names = [name for name in entries if name.endswith(_UNUSED)]
+    tensors = [f"{len(names)} tensors such as {show(names[0])}"] if names else []
+    return ", ".join([*quantisation.unused, *tensors]) or None
 
 
 def _choose_readers(
