@@ -19,7 +19,9 @@ from torch import Tensor
 __all__ = ["FORMATS", "Stored", "pack_words", "save_quantised"]
 
 Stored = dict[str, Tensor]
-LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LINEAR = (
+    "q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj",
+)  # fmt: skip
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 SHAPE: dict[str, Any] = {
     "hidden_size": 96,
@@ -208,15 +210,19 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[np.random.Generator, int, int
 }  # fmt: skip
 
 
-def save_quantised(folder: Path, name: str, plain: tuple[str, ...] = (), **overrides: Any) -> Any:
-    """Write a small random Llama in one of `FORMATS`; returns transformers' model with the values that it stands for.
+def save_quantised(
+    folder: Path, name: str, plain: tuple[str, ...] = (), family: str = "Llama", **overrides: Any
+) -> Any:
+    """Write a small random model in one of `FORMATS`; returns transformers' model with the values that it stands for.
 
     Args:
-        plain: modules such as `model.layers.0.mlp.up_proj` that stay unquantised.  overrides: fields of its config.
+        plain: modules such as `model.layers.0.mlp.up_proj` that stay unquantised.
+        family: transformers' name.  overrides: fields of its config.
     """
     settings, make = FORMATS[name]
     torch.manual_seed(0)
-    model: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**(SHAPE | overrides)))
+    config_type, model_type = (getattr(transformers, f"{family}{kind}") for kind in ("Config", "ForCausalLM"))
+    model: Any = model_type(config_type(**(SHAPE | overrides)))
     for parameter_name, parameter in model.named_parameters():
         is_norm = "norm" in parameter_name
         parameter.data = torch.rand_like(parameter) + 0.5 if is_norm else torch.randn_like(parameter) * 0.2
@@ -230,6 +236,8 @@ def save_quantised(folder: Path, name: str, plain: tuple[str, ...] = (), **overr
         tensors, values = make(rng, rows, columns)
         module.weight.data = values
         del stored[f"{module_name}.weight"]
+        if module.bias is not None:
+            tensors.pop("bias", None)
         stored |= {f"{module_name}.{part}": tensor for part, tensor in tensors.items()}
     save_file(stored, folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))

@@ -105,7 +105,8 @@ class PackedWeight:
 
     def to(self, device: torch.device) -> Self:
         """The same weight on another device."""
-        return replace(self, **{name: tensor.to(device) for name, tensor in self._tensors.items()})
+        moved: dict[str, Any] = {name: tensor.to(device) for name, tensor in self._tensors.items()}
+        return replace(self, **moved)
 
     def codes(self) -> Tensor:
         """[out, in] uint8 or float8_e4m3fn codes, in stored order."""

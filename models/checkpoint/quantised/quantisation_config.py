@@ -19,7 +19,7 @@ class WeightScheme(Frozen):
     """How the weights of some modules are stored."""
 
     layout: Literal["fp8", "pack-quantized", "awq", "gptq"] = Field(description="names and packing of the tensors")
-    bits: Literal[4, 8] = Field(description="bits of a code; fp8: 8")
+    bits: int = Field(ge=4, le=8, description="bits of a code: 4, or 8")
     group_size: int = Field(ge=-1, description="input channels that share a scale; -1: all")
     rows_per_scale: int = Field(default=1, ge=-1, description="output channels that share a scale (fp8); -1: all")
     scale_name: str = Field(default="weight_scale", description="name of the scales (fp8)")

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from alspec.models.checkpoint.quantised.packed_weight import PackedWeight, unpack_nibbles
+from alspec.models.checkpoint.quantised.packed_weight import PackedFormat, PackedWeight, unpack_nibbles
 from alspec.models.checkpoint.quantised.quantisation_config import WeightScheme
 from alspec.models.checkpoint.safetensors_header import ExpectedTensor
 
@@ -84,7 +84,7 @@ class WeightReader:
     ) -> PackedWeight:
         """The canonical form of unsigned codes [out, in]; see `PackedWeight.from_codes`."""
         group_size = min(self.group_size, columns[1] - columns[0]) if order is None else self.group_size
-        packed_format = "int4" if self.scheme.bits == 4 else "int8"
+        packed_format: PackedFormat = "int4" if self.scheme.bits == 4 else "int8"
         return PackedWeight.from_codes(codes, scales, zeros, packed_format, group_size, order)
 
 

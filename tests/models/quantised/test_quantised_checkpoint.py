@@ -64,6 +64,25 @@ def test_values_and_logits(name: str, tmp_path: Path) -> None:
     close(runner.decode(prompt[-1], len(prompt)), reference(torch.tensor([prompt])).logits[0, -1])
 
 
+@pytest.mark.parametrize("name", ["fp8-tensor", "fp8-block", "int4-zeros", "int4-ordered", "awq", "gptq"])
+@pytest.mark.parametrize(("family", "linear"), [("Qwen2", 7), ("Qwen3", 7), ("Phi3", 4)])
+@torch.no_grad()
+def test_families(name: str, family: str, linear: int, tmp_path: Path) -> None:
+    """Biases, which GPTQ's files also hold as zeros where there are none; q, k, v and gate, up in one tensor each."""
+    hidden = {"hidden_size": 512} if family == "Phi3" else {}
+    reference = save_quantised(tmp_path, name, family=family, **hidden)
+    config, checkpoint = open_folder(tmp_path)
+    assert len(checkpoint.readers) == linear * config.num_layers
+    prompt, tp_size = ids(24), 2
+    ranks = [load_weights(checkpoint, config, Shard(rank, 2, rank, 2), torch.float32, CPU) for rank in range(tp_size)]
+
+    def work(transport: ThreadTransport) -> Tensor:
+        return Runner(config, ranks[transport.placement.rank], transport).prefill(prompt, 7)
+
+    with on_ranks(tp_size, work) as logits:
+        close(logits[0], reference(torch.tensor([prompt])).logits[0, -1])
+
+
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("tp_size", [2, 4])
 @torch.no_grad()
