@@ -12,9 +12,9 @@ from alspec.config import EngineConfig
 from alspec.models.checkpoint.source import model_config, open_checkpoint
 from alspec.models.llama import Shard, load_weights
 
-pytestmark = pytest.mark.gpu
 
-
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_values_are_those_of_the_cpu(name: str, dtype: torch.dtype, tmp_path: Path) -> None:

@@ -42,14 +42,14 @@ class _Gptq(_Lenient):
     desc_act: bool = False
     checkpoint_format: str = "gptq"
     is_marlin_format: bool = False
-    pack_dtype: str = "int32"
+    pack_dtype: str | None = None
     dynamic: dict[str, Any] | bool | None = None
 
 
 class _Fp8(_Lenient):
     weight_block_size: list[int] | None = None
     activation_scheme: str | None = None
-    fmt: str = "e4m3"
+    fmt: str | None = None
 
 
 class _Arguments(_Lenient):
@@ -137,7 +137,7 @@ def _gptq(config: ConfigFile, raw: dict[str, Any]) -> QuantisationConfig:
         raise _refused(config, "checkpoint_format", "gptq or gptq_v2", settings.checkpoint_format)
     if settings.bits not in (4, 8):
         raise _refused(config, "bits", "4 or 8", settings.bits)
-    if settings.pack_dtype not in ("int32", "torch.int32"):
+    if settings.pack_dtype not in (None, "int32", "torch.int32"):
         raise _refused(config, "pack_dtype", "int32", settings.pack_dtype)
     # "-:" leaves modules unquantised, which their tensors show; other patterns give modules other settings.
     for pattern in settings.dynamic if isinstance(settings.dynamic, dict) else ():
@@ -163,7 +163,7 @@ def _group_size(config: ConfigFile, size: int | None) -> int:
 
 def _fp8(config: ConfigFile, raw: dict[str, Any]) -> QuantisationConfig:
     settings = _parsed(_Fp8, config, raw)
-    if settings.fmt.lower() not in ("e4m3", "float8_e4m3fn"):
+    if settings.fmt not in (None, "e4m3", "float8_e4m3fn"):
         raise _refused(config, "fmt", "e4m3", settings.fmt)
     block = settings.weight_block_size
     scheme = WeightScheme(layout="fp8", bits=8, group_size=-1, rows_per_scale=-1)
