@@ -320,7 +320,6 @@ def _row(
             "transport": _transport(engine) if ranks > 1 else None,
             "cuda_graph": engine.uses_graph,
             "dtype": engine.dtype_name,
-            **_weights_of(engine),
             "batch": profile.batch_size,
             "context": profile.context,
             "text": None if config.prompt_file is None else config.prompt_file.name,
@@ -340,12 +339,6 @@ def _row(
         "share_of_limit": round(profile.bytes_per_s / copy_bandwidth, 4) if engine.mode == "off" else None,
         **provenance(ranks if engine.device.type == "cuda" else 0, command),
     }
-
-
-def _weights_of(engine: Engine) -> dict[str, Any]:
-    """What quantised weights are; empty if they are not quantised."""
-    model = engine.model_config
-    return {} if model.quantisation is None else {"weights": model.weights_name(engine.dtype_name)}
 
 
 def _speculation_of(config: LatencyConfig, mode: str) -> dict[str, Any]:
