@@ -63,7 +63,8 @@ class QuantisedCheckpoint(Checkpoint):
     def open(cls, folder: Path, config: LlamaConfig) -> Self:
         """Check the tensors of a folder; see `Checkpoint.open`.
 
-        Reads headers, and of the data only small tensors: shapes that files repeat, and biases that must be zeros.
+        Reads headers, and of the data only small tensors: repeated shapes, the groups of input channels, and biases
+        that must be zeros.
 
         Raises:
             UserError: as `Checkpoint.open`, also for a tensor of a wrong dtype.
@@ -100,18 +101,21 @@ class QuantisedCheckpoint(Checkpoint):
         return checkpoint
 
     def _check_values(self, name: str, plain: dict[str, tuple[int, ...]]) -> None:
-        """Check a quantised weight's small tensors: the shape that the file repeats, and a bias that is not used."""
-        stored = _Module(self, name.removesuffix(_WEIGHT), torch.device("cpu"))
-        shape, where = self.readers[name].shape, f"tensor {show(name.removesuffix(_WEIGHT))}"
-        if stored.has("weight_shape") and tuple(stored.read("weight_shape").tolist()) != shape:
+        """Check a quantised weight's small tensors: a repeated shape, the groups of channels, and an unused bias."""
+        module, reader = name.removesuffix(_WEIGHT), self.readers[name]
+        stored = _Module(self, module, torch.device("cpu"))
+        if stored.has("weight_shape") and tuple(stored.read("weight_shape").tolist()) != reader.shape:
             raise UserError(
-                f"{stored.file('weight_shape')}: {where}.weight_shape: expected {list(shape)}, found "
-                f"{stored.read('weight_shape').tolist()}; use the config.json that belongs to these weights"
+                f"{stored.file('weight_shape')}: tensor {show(f'{module}.weight_shape')}: expected "
+                f"{list(reader.shape)}, found {stored.read('weight_shape').tolist()}; "
+                "use the config.json that belongs to these weights"
             )
-        if stored.has("bias") and name.removesuffix(_WEIGHT) + _BIAS not in plain and stored.read("bias").any():
+        for part in ("g_idx", "weight_g_idx"):
+            stored.read_order(part, reader.group_size)
+        if stored.has("bias") and module + _BIAS not in plain and stored.read("bias").any():
             raise UserError(
-                f"{stored.file('bias')}: {where}.bias: expected zeros, because config.json has no such bias, found "
-                "other values; use the config.json that belongs to these weights"
+                f"{stored.file('bias')}: tensor {show(module + _BIAS)}: expected zeros, because the model has no such "
+                "bias, found other values; use the config.json that belongs to these weights"
             )
 
     def packed_slice(
@@ -123,7 +127,6 @@ class QuantisedCheckpoint(Checkpoint):
             name: of a weight in `readers`.  dim: 0 for rows, 1 for input channels; None: the whole weight.
         Raises:
             ValueError: unknown name; a range that is empty, out of range, or cuts a group of input channels.
-            UserError: a channel that is assigned to a group that does not exist.
         """
         dim, start, stop = self._range(name, dim, start, stop)
         reader = self.readers[name]
