@@ -106,16 +106,16 @@ def load_weights(
     checkpoint: Checkpoint, config: LlamaConfig, shard: Shard, dtype: torch.dtype, device: torch.device
 ) -> LlamaWeights:
     """Read only this rank's slices of a checkpoint that `Checkpoint.open` has verified; pad heads if `config` does."""
-    embedding = checkpoint.tensor_slice("model.embed_tokens.weight").to(device, dtype)
+    embedding = checkpoint.load("model.embed_tokens.weight", device, dtype)
     start, stop = shard.vocab_range(config.vocab_size)
     # The last shards of a small vocabulary can be empty; `tensor_slice` refuses an empty range.
     if config.tie_word_embeddings or start == stop:
         lm_head = embedding[start:stop]
     else:
-        lm_head = checkpoint.tensor_slice("lm_head.weight", 0, start, stop).to(device, dtype)
+        lm_head = checkpoint.load("lm_head.weight", device, dtype, 0, start, stop)
     reader = _LayerReader(checkpoint, config.as_stored, shard, dtype, device)
     layers = tuple(_pad_heads(reader.read(layer), config) for layer in range(config.num_layers))
-    final_norm = checkpoint.tensor_slice("model.norm.weight").to(device, dtype)
+    final_norm = checkpoint.load("model.norm.weight", device, dtype)
     return LlamaWeights(embedding, layers, final_norm, lm_head)
 
 
@@ -158,8 +158,7 @@ class _LayerReader:
         is_first = self._shard.tp_rank == 0
 
         def whole(name: str, exists: bool = True) -> Tensor | None:
-            tensor = self._checkpoint.tensor_slice(prefix + name) if exists else None
-            return None if tensor is None else tensor.to(self._device, self._dtype)
+            return self._checkpoint.load(prefix + name, self._device, self._dtype) if exists else None
 
         def head_norm(part: str) -> Tensor | None:
             weight = whole(f"self_attn.{part}_norm.weight", config.qk_norm)
@@ -189,8 +188,9 @@ class _LayerReader:
 
     def _part(self, prefix: str, part: str, kind: str) -> Tensor:
         name, first, start, stop = self._rows[part]
-        rows = self._checkpoint.tensor_slice(f"{prefix}{name}.{kind}", 0, first + start, first + stop)
-        rows = rows.to(self._device, self._dtype).contiguous()
+        rows = self._checkpoint.load(
+            f"{prefix}{name}.{kind}", self._device, self._dtype, 0, first + start, first + stop
+        )
         if part not in ("q", "k") or self._channels is None:
             return rows
         heads: Tensor = rows.unflatten(0, (-1, self._config.head_dim))[:, self._channels]
@@ -198,8 +198,8 @@ class _LayerReader:
 
     def _columns(self, name: str) -> Tensor:
         size = self._checkpoint.entries[name].shape[1] // self._shard.tp_size
-        part = self._checkpoint.tensor_slice(name, 1, self._shard.tp_rank * size, (self._shard.tp_rank + 1) * size)
-        return part.to(self._device, self._dtype).contiguous()
+        rank = self._shard.tp_rank
+        return self._checkpoint.load(name, self._device, self._dtype, 1, rank * size, (rank + 1) * size)
 
 
 def _rotated_pairs(config: LlamaConfig, device: torch.device) -> Tensor | None:

@@ -14,6 +14,8 @@ from pydantic import Field, ValidationError, model_validator
 from alspec.config import SHORT_DTYPES, DType
 from alspec.errors import UserError, show
 from alspec.models.checkpoint.files import read_json
+from alspec.models.checkpoint.quantised.quantisation_config import QuantisationConfig
+from alspec.models.checkpoint.quantised.quantisation_settings import read_quantisation
 from alspec.models.families.config_file import ConfigFile
 from alspec.models.families.family import Family
 from alspec.models.families.registry import family_of
@@ -66,6 +68,7 @@ class LlamaConfig(Frozen):
     fused_tensors: bool = Field(default=False, description="files hold q, k, v and gate, up as one tensor each")
     tie_word_embeddings: bool = Field(default=False, description="the LM head is the embedding")
     dtype: DType = Field(default="fp32", description="dtype the weights were published in")
+    quantisation: QuantisationConfig | None = Field(default=None, description="None: weights are not quantised")
     bos_token_id: int | None = Field(default=None, ge=0, description="begin of text")
     eos_token_ids: tuple[int, ...] = Field(default=(), description="tokens that end a text, ascending")
 
@@ -118,6 +121,7 @@ class LlamaConfig(Frozen):
             "dtype": _dtype(config.raw, path),
             "eos_token_ids": eos_token_ids(config.raw, folder),
             "bos_token_id": _bos_token_id(config),
+            "quantisation": read_quantisation(config),
         }
         for name in ("rms_norm_eps", "tie_word_embeddings"):
             if config.get(name) is not None:
@@ -140,9 +144,13 @@ class LlamaConfig(Frozen):
         if name in _SHAPES:
             return cls(**_LLAMA_3, **_SHAPES[name])
         if os.path.isdir(name):
-            return cls.from_folder(Path(name))
+            return cls.from_folder(Path(name)).model_copy(update={"quantisation": None})
         known = ", ".join(RANDOM_SHAPES)
         raise UserError(f"random_weights: expected {known} or a folder that holds config.json, found {show(name)}")
+
+    def weights_name(self, dtype_name: str) -> str:
+        """What the weights are: how files hold them, and the dtype in which they are used."""
+        return dtype_name if self.quantisation is None else f"{self.quantisation.name}, dequantised to {dtype_name}"
 
     @property
     def longest_context(self) -> int:
@@ -165,20 +173,39 @@ class LlamaConfig(Frozen):
         """Tensor-parallel sizes T that divide the query heads and the MLP, and divide the KV heads or are a multiple.
 
         With more ranks than KV heads, several ranks hold the same KV head. The vocabulary is no constraint, because
-        its shards may be uneven.
+        its shards may be uneven. Quantised weights that are split by input channels must be split between groups.
         """
         common = math.gcd(self.num_qo_heads, self.intermediate_size)
         sizes = (size for size in range(1, common + 1) if common % size == 0)
-        return tuple(size for size in sizes if self.num_kv_heads % size == 0 or size % self.num_kv_heads == 0)
+        sizes = (size for size in sizes if self.num_kv_heads % size == 0 or size % self.num_kv_heads == 0)
+        return tuple(size for size in sizes if size == 1 or self._splits_groups(size) is None)
+
+    def _splits_groups(self, tp_size: int) -> str | None:
+        """What `tp_size` ranks cannot share without cutting groups of quantised weights; None: they can."""
+        if self.quantisation is None:
+            return None
+        multiple = self.quantisation.column_multiple
+        widths = {
+            "heads x head_dim": self.num_qo_heads * self.stored_head_dim, "intermediate_size": self.intermediate_size,
+        }  # fmt: skip
+        return next((f"{name} ({width})" for name, width in widths.items() if width % (tp_size * multiple)), None)
 
     def check_tp_size(self, tp_size: int) -> None:
         """Raise UserError, which lists the valid sizes, unless `tp_size` ranks can share the heads and the MLP."""
-        if tp_size not in self.valid_tp_sizes:
+        if tp_size in self.valid_tp_sizes:
+            return
+        valid = f"valid sizes of one group: {', '.join(map(str, self.valid_tp_sizes))}"
+        unquantised = self.model_copy(update={"quantisation": None})
+        if self.quantisation is not None and tp_size in unquantised.valid_tp_sizes:
             raise UserError(
-                f"tensor parallelism: {tp_size} ranks must divide num_attention_heads ({self.num_qo_heads}) and "
-                f"intermediate_size ({self.intermediate_size}), and divide num_key_value_heads ({self.num_kv_heads}) "
-                f"or be a multiple; valid sizes of one group: {', '.join(map(str, self.valid_tp_sizes))}"
+                f"tensor parallelism: {tp_size} ranks must divide {self._splits_groups(tp_size)} into multiples of "
+                f"{self.quantisation.column_multiple}, which the groups of {self.quantisation.name} need; {valid}"
             )
+        raise UserError(
+            f"tensor parallelism: {tp_size} ranks must divide num_attention_heads ({self.num_qo_heads}) and "
+            f"intermediate_size ({self.intermediate_size}), and divide num_key_value_heads ({self.num_kv_heads}) "
+            f"or be a multiple; {valid}"
+        )
 
     def local_heads(self, tp_size: int) -> tuple[int, int]:
         """Query and KV heads of one of `tp_size` ranks."""
@@ -285,11 +312,6 @@ def _download_hint(folder: Path) -> str:
 
 def _check_runnable(config: ConfigFile, family: Family) -> None:
     """Refuse settings of config.json that mean another model than its family's; names the setting."""
-    if config.get("quantization_config"):  # an empty one means none
-        raise config.error(
-            "quantization_config", "none", config.get("quantization_config"),
-            "give the unquantised checkpoint (the KV cache is quantised by --kv-cache)",
-        )  # fmt: skip
     if config.get("hidden_act") not in (None, "silu", "swish"):
         raise config.error("hidden_act", "'silu'", config.get("hidden_act"), "this variant is not supported")
     for settings in (config.raw, *(config.get(name) for name in ROPE_NAMES)):

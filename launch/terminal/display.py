@@ -182,6 +182,8 @@ def _rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append(("hit rate", f"{100 * summary['hit_rate']:.1f} % at lambda {summary['threshold']:g}"))
     elif summary["mode"] in ("paired", "simulated") and summary["tokens_per_s"] is not None:
         rows.append(("hit rate", "- (in so short a text sink and window are everything: A~ cannot miss)"))
+    if summary["weights"] != summary["dtype"]:
+        rows.append(("weights", summary["weights"]))
     memory = summary["memory"]
     rows.append(
         (

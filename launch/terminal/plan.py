@@ -100,8 +100,10 @@ def print_plan(config: GenerateConfig) -> None:
     dtype = DTYPES[config.dtype or model.dtype]
     context = config.max_context or model.longest_context
     check_window(config.kv_cache, "off", model, context)
+    weights = model.weights_name(config.dtype or model.dtype)
+    weights = weights if model.quantisation is None else f"weights {weights}"
     table = Table(
-        title=f"{context} tokens, {config.dtype or model.dtype}, cache {cache_name(config)}; captured step over peer "
+        title=f"{context} tokens, {weights}, cache {cache_name(config)}; captured step over peer "
         f"memory on H200s, {STREAM_BYTES_PER_S / 1e12:.1f} TB/s, paired at a hit rate of {PREDICTED_HIT_RATE:.2f}",
         caption=_what_speculation_changes(config.speculation.threshold, model.num_layers),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -14,10 +15,19 @@ from alspec.errors import UserError, show
 from alspec.interrupts import interrupts_wait
 from alspec.models.checkpoint.files import absent, is_there, read_json
 from alspec.models.checkpoint.model_folder import shards_without_index
-from alspec.models.checkpoint.safetensors_header import TensorEntry, read_header
+from alspec.models.checkpoint.safetensors_header import FLOAT_DTYPES, ExpectedTensor, TensorEntry, read_header
 from alspec.models.llama_config import LlamaConfig
 
-__all__ = ["Checkpoint", "expected_tensors", "verify_checksums"]
+__all__ = [
+    "Checkpoint",
+    "check_tensors",
+    "check_tied_head",
+    "expected_tensors",
+    "head_as_embedding",
+    "is_tolerated",
+    "read_headers",
+    "verify_checksums",
+]
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -68,6 +78,7 @@ class Checkpoint:
     entries: dict[str, TensorEntry]
     files: dict[str, Path]
     stored_names: dict[str, str] = field(default_factory=dict)  # name in the file, if it differs
+    unused: str | None = None  # what the files hold that is not used, in a few words
     _handles: dict[Path, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
@@ -83,38 +94,11 @@ class Checkpoint:
                 tensor that is missing, left over, stored twice, or of the wrong shape, or a tied LM head with other
                 values than the embedding; names file and tensor.
         """
-        folder = Path(folder)
-        index_path = folder / _INDEX
-        weight_map = None
-        if is_there(folder / _SINGLE):
-            paths = [folder / _SINGLE]
-        elif is_there(index_path):
-            weight_map = _read_weight_map(index_path)
-            paths = [folder / name for name in sorted(set(weight_map.values()))]
-        else:
-            paths = shards_without_index(folder)
-            if not paths:
-                raise _no_weights(folder)
-        entries: dict[str, TensorEntry] = {}
-        files: dict[str, Path] = {}
-        for path in paths:
-            for name, entry in read_header(path).items():
-                if name in entries and not _is_tolerated(name, config):
-                    raise UserError(
-                        f"{path}: tensor {show(name)}: duplicate: expected once, found in {files[name].name} too; "
-                        "remove the file that does not belong to the model"
-                    )
-                entries[name], files[name] = entry, path
-        if weight_map is not None:
-            _check_weight_map(index_path, weight_map, files, config)
-        stored_names = {}
-        if config.tie_word_embeddings and _HEAD in entries and _EMBEDDING not in entries:
-            entries[_EMBEDDING], files[_EMBEDDING] = entries.pop(_HEAD), files.pop(_HEAD)
-            stored_names[_EMBEDDING] = _HEAD
-        _check_tensors(folder, entries, files, config)
-        if config.tie_word_embeddings and _HEAD in entries:
-            _check_tied_head(cls(entries, files))
-        expected = expected_tensors(config)
+        entries, files = read_headers(folder, lambda name: is_tolerated(name, config))
+        stored_names = head_as_embedding(entries, files, config)
+        expected = {name: ExpectedTensor((shape,)) for name, shape in expected_tensors(config).items()}
+        check_tensors(folder, entries, files, expected, lambda name: is_tolerated(name, config))
+        check_tied_head(cls(entries, files), config)
         return cls({name: entries[name] for name in expected}, {name: files[name] for name in expected}, stored_names)
 
     @property
@@ -133,6 +117,24 @@ class Checkpoint:
         Raises:
             ValueError: unknown name, or a slice that is empty or out of range.
         """
+        dim, start, stop = self._range(name, dim, start, stop)
+        with interrupts_wait():
+            return self._read(name, dim, start, stop)
+
+    def load(
+        self,
+        name: str,
+        device: torch.device,
+        dtype: torch.dtype,
+        dim: int | None = None,
+        start: int = 0,
+        stop: int | None = None,
+    ) -> torch.Tensor:
+        """Read a slice as `tensor_slice` does, contiguous, onto a device and in a dtype."""
+        return self.tensor_slice(name, dim, start, stop).to(device, dtype).contiguous()
+
+    def _range(self, name: str, dim: int | None, start: int, stop: int | None) -> tuple[int, int, int]:
+        """A slice's dimension and range; ValueError if there is no such tensor or range."""
         if name not in self.entries:
             raise ValueError(f"name: expected a tensor of the checkpoint, found {name!r}")
         shape = self.entries[name].shape
@@ -143,26 +145,79 @@ class Checkpoint:
         stop = shape[dim] if stop is None else stop
         if not 0 <= start < stop <= shape[dim]:
             raise ValueError(f"start, stop: expected a range within 0 .. {shape[dim]}, found {start} .. {stop}")
-        with interrupts_wait():
-            return self._read(name, dim, start, stop)
+        return dim, start, stop
 
     def _read(self, name: str, dim: int, start: int, stop: int) -> torch.Tensor:
-        path = self.files[name]
+        whole = [(None, None)] * dim
+        return self._read_ranges(self.files[name], self.stored_names.get(name, name), *whole, (start, stop))
+
+    def _read_ranges(self, path: Path, stored_name: str, *ranges: tuple[int | None, int | None]) -> torch.Tensor:
+        """The part of a tensor in a file that ranges of its first dimensions select."""
         if path not in self._handles:
             self._handles[path] = safe_open(str(path), framework="pt", device="cpu")
-        stored = self._handles[path].get_slice(self.stored_names.get(name, name))
-        result = stored[(slice(None),) * dim + (slice(start, stop),)]
+        stored = self._handles[path].get_slice(stored_name)
+        result = stored[tuple(slice(start, stop) for start, stop in ranges) or ...]
         assert isinstance(result, torch.Tensor)
         return result
 
 
-def _is_tolerated(name: str, config: LlamaConfig) -> bool:
+def read_headers(
+    folder: Path, tolerates: Callable[[str], bool], dtypes: Collection[str] = FLOAT_DTYPES
+) -> tuple[dict[str, TensorEntry], dict[str, Path]]:
+    """Read the headers of a folder's weights, and check that an index fits them.
+
+    Args:
+        tolerates: whether a file may contain a tensor of this name that is not used.
+        dtypes: those that a tensor may have.
+    Returns:
+        Entries and files by tensor name.
+    Raises:
+        UserError: see `Checkpoint.open`.
+    """
+    folder = Path(folder)
+    index_path = folder / _INDEX
+    weight_map = None
+    if is_there(folder / _SINGLE):
+        paths = [folder / _SINGLE]
+    elif is_there(index_path):
+        weight_map = _read_weight_map(index_path)
+        paths = [folder / name for name in sorted(set(weight_map.values()))]
+    else:
+        paths = shards_without_index(folder)
+        if not paths:
+            raise _no_weights(folder)
+    entries: dict[str, TensorEntry] = {}
+    files: dict[str, Path] = {}
+    for path in paths:
+        for name, entry in read_header(path, dtypes).items():
+            if name in entries and not tolerates(name):
+                raise UserError(
+                    f"{path}: tensor {show(name)}: duplicate: expected once, found in {files[name].name} too; "
+                    "remove the file that does not belong to the model"
+                )
+            entries[name], files[name] = entry, path
+    if weight_map is not None:
+        _check_weight_map(index_path, weight_map, files, tolerates)
+    return entries, files
+
+
+def is_tolerated(name: str, config: LlamaConfig) -> bool:
     """Whether a file may contain this tensor although the model does not use it."""
     return name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and name == _HEAD)
 
 
-def _check_tied_head(stored: Checkpoint) -> None:
+def head_as_embedding(entries: dict[str, TensorEntry], files: dict[str, Path], config: LlamaConfig) -> dict[str, str]:
+    """Use the LM head of a tied model that stores no embedding as its embedding; returns its name in the file."""
+    if not config.tie_word_embeddings or _HEAD not in entries or _EMBEDDING in entries:
+        return {}
+    entries[_EMBEDDING], files[_EMBEDDING] = entries.pop(_HEAD), files.pop(_HEAD)
+    return {_EMBEDDING: _HEAD}
+
+
+def check_tied_head(stored: Checkpoint, config: LlamaConfig) -> None:
     """Refuse an LM head that differs from the tied embedding: it was trained separately and must not be ignored."""
+    if not config.tie_word_embeddings or _HEAD not in stored.entries:
+        return
     rows = stored.entries[_EMBEDDING].shape[0]
 
     def rows_equal(start: int) -> bool:
@@ -220,11 +275,11 @@ def _read_weight_map(path: Path) -> dict[str, str]:
 
 
 def _check_weight_map(
-    index_path: Path, weight_map: dict[str, str], files: dict[str, Path], config: LlamaConfig
+    index_path: Path, weight_map: dict[str, str], files: dict[str, Path], tolerates: Callable[[str], bool]
 ) -> None:
     """Check that the index and the shards' headers name the same tensors in the same files."""
     for name, file_name in weight_map.items():
-        if _is_tolerated(name, config):
+        if tolerates(name):
             continue
         found = files[name].name if name in files else "no such tensor"
         if found != file_name:
@@ -233,23 +288,32 @@ def _check_weight_map(
                 "download the index and that file again"
             )
     for name, path in files.items():
-        if name not in weight_map and not _is_tolerated(name, config):
+        if name not in weight_map and not tolerates(name):
             raise UserError(
                 f"{index_path}: tensor {show(name)}: left over: expected an entry, found it only in {path.name}; "
                 "download the index and that file again"
             )
 
 
-def _check_tensors(folder: Path, entries: dict[str, TensorEntry], files: dict[str, Path], config: LlamaConfig) -> None:
-    """Check that the tensors have the names and shapes of the configuration."""
-    expected = expected_tensors(config)
-    missing = [name for name in expected if name not in entries]
-    left_over = [name for name in entries if name not in expected and not _is_tolerated(name, config)]
+def check_tensors(
+    folder: Path,
+    entries: Mapping[str, TensorEntry],
+    files: Mapping[str, Path],
+    expected: Mapping[str, ExpectedTensor],
+    tolerates: Callable[[str], bool],
+) -> None:
+    """Check that the tensors have the names, shapes and dtypes that the configuration says.
+
+    Raises:
+        UserError: a tensor is missing, left over, or of a wrong shape or dtype; names file and tensor.
+    """
+    missing = [name for name, tensor in expected.items() if name not in entries and not tensor.is_optional]
+    left_over = [name for name in entries if name not in expected and not tolerates(name)]
     if missing:
         instead = f"{show(left_over[0])} instead" if left_over else "none"
         raise UserError(
             f"{folder}: tensor {show(missing[0])}: missing ({len(missing)} of {len(expected)} tensors): expected shape "
-            f"{list(expected[missing[0]])}, found {instead}; download the weights that belong to this config.json"
+            f"{_shapes(expected[missing[0]])}, found {instead}; download the weights that belong to this config.json"
         )
     if left_over:
         name = left_over[0]
@@ -258,12 +322,24 @@ def _check_tensors(folder: Path, entries: dict[str, TensorEntry], files: dict[st
             f"found {len(left_over)} more; check num_hidden_layers and tie_word_embeddings in config.json, or remove "
             "tensors that are not part of a Llama"
         )
-    for name, shape in expected.items():
-        if entries[name].shape != shape:
+    for name, tensor in expected.items():
+        if name not in entries:
+            continue
+        entry = entries[name]
+        if entry.shape not in tensor.shapes:
             raise UserError(
-                f"{files[name]}: tensor {show(name)}: wrong shape: expected {list(shape)}, "
-                f"found {list(entries[name].shape)}; use the config.json that belongs to these weights"
+                f"{files[name]}: tensor {show(name)}: wrong shape: expected {_shapes(tensor)}, "
+                f"found {list(entry.shape)}; use the config.json that belongs to these weights"
             )
+        if entry.dtype not in tensor.dtypes:
+            raise UserError(
+                f"{files[name]}: tensor {show(name)}: wrong dtype: expected {' or '.join(tensor.dtypes)}, "
+                f"found {entry.dtype}; use the config.json that belongs to these weights"
+            )
+
+
+def _shapes(tensor: ExpectedTensor) -> str:
+    return " or ".join(str(list(shape)) for shape in tensor.shapes)
 
 
 def _covered_files(folder: Path) -> list[Path]:

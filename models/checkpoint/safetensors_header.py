@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,16 +11,21 @@ from typing import Any
 from alspec.errors import UserError, show
 from alspec.models.checkpoint.files import absent, foreign_content, parse_json_object
 
-__all__ = ["TensorEntry", "read_header"]
+__all__ = ["ALL_DTYPES", "FLOAT_DTYPES", "ExpectedTensor", "TensorEntry", "read_header"]
 
-_ITEMSIZE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+_ITEMSIZE_BYTES = {
+    "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "I32": 4, "I64": 8, "U8": 1, "I8": 1, "BOOL": 1, "F8_E5M2": 1,
+    "F8_E8M0": 1, "I16": 2, "U16": 2, "U32": 4, "U64": 8, "F64": 8,
+}  # fmt: skip
+FLOAT_DTYPES = ("F32", "F16", "BF16")  # of weights that are not quantised
+ALL_DTYPES = tuple(_ITEMSIZE_BYTES)
 _MAX_HEADER_BYTES = 100_000_000  # limit of the safetensors library
 _AGAIN = "download the file again"
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor of a file: stored dtype ('F32', 'F16' or 'BF16'), shape, and bytes [start, stop) of the data."""
+    """One tensor of a file: stored dtype such as 'F32' or 'BF16', shape, and bytes [start, stop) of the data."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -32,18 +38,29 @@ class TensorEntry:
         return self.stop - self.start
 
 
-def read_header(path: Path) -> dict[str, TensorEntry]:
+@dataclass(frozen=True)
+class ExpectedTensor:
+    """What a model's file must hold under a name: one of some shapes, in one of some dtypes."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...] = FLOAT_DTYPES
+    is_optional: bool = False
+
+
+def read_header(path: Path, dtypes: Collection[str] = FLOAT_DTYPES) -> dict[str, TensorEntry]:
     """Read the header of a safetensors file and check that the file has exactly the layout that it describes.
 
     The file is: header length N (8 bytes, little endian), N bytes of JSON, then the data. Each JSON entry maps a
     tensor's name to `dtype`, `shape` and `data_offsets`. The tensors cover the data without a hole or an overlap.
     Source: the safetensors format description.
 
+    Args:
+        dtypes: those that a tensor may have.
     Returns:
         Entries by tensor name.
     Raises:
         UserError: no such file, truncated, padded, a Git-LFS pointer, an HTML page, an invalid header, overlapping or
-            out-of-range offsets, a dtype other than F32, F16 or BF16; names the file and the tensor.
+            out-of-range offsets, another dtype; names the file and the tensor.
     """
     if not path.is_file():
         raise UserError(f"{path}: expected a safetensors file, found {absent(path)}; download the missing file")
@@ -61,7 +78,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
     except ValueError as error:
         raise UserError(f"{path}: expected a JSON header, found {show(str(error))}; {_AGAIN}") from None
     header.pop("__metadata__", None)
-    entries = {name: _entry(path, name, value) for name, value in header.items()}
+    entries = {name: _entry(path, name, value, dtypes) for name, value in header.items()}
     _check_layout(path, entries, size - 8 - header_bytes)
     return entries
 
@@ -90,7 +107,7 @@ def _is_size(value: Any) -> bool:
     return type(value) is int and 0 <= value < 2**63
 
 
-def _entry(path: Path, name: str, value: Any) -> TensorEntry:
+def _entry(path: Path, name: str, value: Any, dtypes: Collection[str]) -> TensorEntry:
     where = f"{path}: tensor {show(name)}"
     fields = value if isinstance(value, dict) else {}
     dtype, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
@@ -103,13 +120,12 @@ def _entry(path: Path, name: str, value: Any) -> TensorEntry:
         or not all(map(_is_size, offsets))
     ):
         raise UserError(f"{where}: expected dtype, shape and data_offsets, found {show(value)}; {_AGAIN}")
-    itemsize = _ITEMSIZE_BYTES.get(dtype)
-    if itemsize is None:
+    if dtype not in dtypes:
         raise UserError(
-            f"{where}: wrong dtype: expected {', '.join(_ITEMSIZE_BYTES)}, found {show(dtype)}; "
-            "give unquantised weights in 16 or 32 bits"
+            f"{where}: wrong dtype: expected {', '.join(dtypes)}, found {show(dtype)}; "
+            "give unquantised weights in 16 or 32 bits, or the config.json that says how these are quantised"
         )
-    expected = math.prod(shape) * itemsize
+    expected = math.prod(shape) * _ITEMSIZE_BYTES[dtype]
     if offsets[1] - offsets[0] != expected:
         raise UserError(
             f"{where}: expected data_offsets {expected} bytes apart (shape {show(shape)}, {dtype}), "

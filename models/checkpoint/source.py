@@ -13,6 +13,7 @@ from alspec.models.checkpoint.gguf_checkpoint import GgufCheckpoint
 from alspec.models.checkpoint.gguf_config import gguf_config
 from alspec.models.checkpoint.gguf_header import is_gguf, part_paths, read_gguf
 from alspec.models.checkpoint.model_folder import usable_path
+from alspec.models.checkpoint.quantised.quantised_checkpoint import QuantisedCheckpoint
 from alspec.models.demo import DEMO_CHECKPOINT
 from alspec.models.families.registry import gguf_family_of, notice_of_unused
 from alspec.models.generation_config import notice_of_settings
@@ -112,7 +113,7 @@ def open_checkpoint(config: EngineConfig, model: LlamaConfig) -> Checkpoint:
         return GgufCheckpoint.of_model(file, model, family.gguf_interleaves)
     if config.verify_checksums:
         verify_checksums(path)
-    return Checkpoint.open(path, model)
+    return (Checkpoint if model.quantisation is None else QuantisedCheckpoint).open(path, model)
 
 
 def open_tokenizer(config: EngineConfig, model: LlamaConfig) -> Tokenizer:

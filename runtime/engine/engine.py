@@ -48,7 +48,7 @@ from alspec.runtime.engine.generation import (
     rows_of,
 )
 from alspec.runtime.engine.kept_prefix import KeptPrefix
-from alspec.runtime.engine.loading import open_model, read_weights, take_device, warm_up
+from alspec.runtime.engine.loading import notices_of_weights, open_model, read_weights, take_device, warm_up
 from alspec.runtime.engine.memory import MemoryPlan, available_bytes, check_fits, check_max_context
 from alspec.runtime.engine.prompt_pass import process_prompts
 from alspec.runtime.faults.bad_steps import fault_error
@@ -84,7 +84,8 @@ class Engine:
         self._choices = choose(config, self.model_config, trace)
         self.mode, self.placement, self.device = self._choices.mode, self._choices.placement, self._choices.device
         self.dtype, self.dtype_name = self._choices.dtype, self._choices.dtype_name
-        self.notices = [*notices_of_model(config), *self._choices.notices]  # choices a user may not expect
+        weights = notices_of_weights(self.checkpoint, self.model_config, self.dtype_name)
+        self.notices = [*notices_of_model(config), *weights, *self._choices.notices]  # choices a user may not expect
         self._has_warned = False  # `stream` shows them once; commands print them
         # Engines of one process have keys of their own; ranks create them in the same order.
         job = f"alspec-{next(_JOBS)}"

@@ -18,7 +18,7 @@ from alspec.runtime.decode.prefill import CHUNK_TOKENS, prefill
 from alspec.runtime.distributed.placement import Placement
 from alspec.runtime.distributed.transport import Transport
 
-__all__ = ["open_model", "read_weights", "take_device", "warm_up"]
+__all__ = ["notices_of_weights", "open_model", "read_weights", "take_device", "warm_up"]
 
 
 def open_model(config: EngineConfig, model: LlamaConfig) -> tuple[Checkpoint | None, Tokenizer | None]:
@@ -31,6 +31,18 @@ def open_model(config: EngineConfig, model: LlamaConfig) -> tuple[Checkpoint | N
         return None, None
     checkpoint = open_checkpoint(config, model.as_stored)
     return checkpoint, open_tokenizer(config, model) if has_tokenizer(config) else None
+
+
+def notices_of_weights(checkpoint: Checkpoint | None, model: LlamaConfig, dtype_name: str) -> list[str]:
+    """Lines about quantised weights: what they are, and what of the checkpoint is not used."""
+    if checkpoint is None or model.quantisation is None:
+        return []
+    notices = [f"weights: {model.weights_name(dtype_name)}"]
+    if checkpoint.unused is not None:
+        notices.append(
+            f"checkpoint: not used: {checkpoint.unused}; only weights are quantised (the cache by --kv-cache)"
+        )
+    return notices
 
 
 def take_device(device: torch.device, placement: Placement) -> None:

@@ -288,7 +288,7 @@ def test_a_name_on_a_hub_is_not_a_folder(name: str, tmp_path: Path, monkeypatch:
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "0.5"]),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, ["partial_rotary_factor", "0.5"]),
         ({"rope_scaling": {"partial_rotary_factor": 0.5}, "rope_parameters": {}}, ["partial_rotary_factor", "0.5"]),
-        ({"quantization_config": {"quant_method": "gptq"}}, ["quantization_config", "gptq", "unquantised"]),
+        ({"quantization_config": {"quant_method": "hqq"}}, ["quantization_config.quant_method", "gptq", "unquantised"]),
         ({"rope_scaling": {"type": "axial", "factor": 2.0}}, ["rope_type", "yarn or longrope", "'axial'"]),
         ({"rope_scaling": {"type": "dynamic"}}, ["rope_scaling.factor", "dynamic scaling needs it"]),
         ({"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, ["rope_scaling.long_factor", "none"]),

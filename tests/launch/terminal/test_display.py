@@ -27,6 +27,7 @@ def test_the_panel_has_the_numbers_of_the_summary(capsys: pytest.CaptureFixture[
             "world_size": 2,
             "device": "one",
             "dtype": "bf16",
+            "weights": "int4 (awq, groups of 128), dequantised to bf16",
             "transport": "nccl",
             "cuda_graph": True,
             "prompt_tokens": [7, 30],
@@ -52,5 +53,6 @@ def test_the_panel_has_the_numbers_of_the_summary(capsys: pytest.CaptureFixture[
         "ms/token: p50 1.50  p90 2.25  p99 9.00",
         "read: 3210.0 GB/s a rank, 75 % of the copy limit",
         "hit rate: 62.5 % at lambda 0.1",
+        "weights: int4 (awq, groups of 128), dequantised to bf16",
         "memory: weights 2.00 GiB, cache 1.00 GiB, buffers 0.50 GiB a rank",
     ]

@@ -1,0 +1,88 @@
+"""Commands say what the weights of a quantised checkpoint are, and count the bytes that are held."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from generated import read_json
+from quantised_folders import save_quantised
+
+from alspec import Engine
+from alspec.errors import UserError
+from alspec.launch import generate
+from alspec.models.llama import Shard
+from alspec.models.llama_config import LlamaConfig
+from alspec.runtime.engine.memory import GIB, plan_memory
+
+Run = Callable[..., tuple[int, str, str]]
+WEIGHTS = "int4 (gptq, groups of 32), dequantised to fp32"
+
+
+def test_generate_says_what_the_weights_are(run: Run, tmp_path: Path) -> None:
+    """The tokens are those of transformers with the dequantised weights."""
+    reference = save_quantised(tmp_path, "gptq-ordered")
+    ids = [3, 77, 12, 140, 5, 9]
+    flags = ("--transport", "gloo", "--prompt-ids", ",".join(map(str, ids)), "--max-new-tokens", 8, "--ignore-eos")
+    code, out, err = run("--model", tmp_path, *flags, "--json", tmp_path / "out.json")
+    assert code == 0, err
+    assert f"alspec: weights: {WEIGHTS}\n" in err
+    assert f"\nweights: {WEIGHTS}\n" in err
+    assert read_json(tmp_path / "out.json")["summary"]["weights"] == WEIGHTS
+    expected = reference.generate(
+        torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)), max_new_tokens=8, do_sample=False, pad_token_id=0
+    )
+    assert read_json(tmp_path / "out.json")["requests"][0]["token_ids"] == expected[0, len(ids) :].tolist()
+    assert out
+
+
+def test_a_plan_says_what_the_weights_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Weights are held in bf16; ranks that would cut groups are not listed."""
+    save_quantised(tmp_path, "fp8-block")
+    flags = ["--model", str(tmp_path), "--dtype", "bf16", "--plan"]
+    assert generate.main(flags) == 0
+    out = capsys.readouterr().out
+    title = "256 tokens, weights fp8 (compressed-tensors, blocks of 128 x 128), dequantised to bf16, cache bf16"
+    assert title in " ".join(out.split())
+    rows = [line.strip("│| ").replace("│", " ").split() for line in out.splitlines()]
+    found = [row for row in rows if row and row[0].isdigit() and row[1] in ("off", "paired")]
+    assert [" ".join(row[:3]) for row in found] == [
+        "1 off 1", "2 off 2", "2 paired 1", "4 off 4", "4 paired 2", "8 paired 4",
+    ]  # fmt: skip
+    plan = plan_memory(LlamaConfig.from_folder(tmp_path), Shard(), torch.bfloat16, 1, 256, device_type="cuda")
+    assert found[0][3] == f"{plan.weights_bytes / GIB:.2f}"
+
+
+def test_what_is_not_used_is_said_once(tmp_path: Path) -> None:
+    save_quantised(tmp_path, "fp8-inverse")
+    notices = Engine.from_pretrained(tmp_path, dtype="bf16").notices
+    assert "weights: fp8 (blocks of 128 x 128), dequantised to bf16" in notices
+    expected = "checkpoint: not used: activation_scheme; only weights are quantised (the cache by --kv-cache)"
+    assert [notice for notice in notices if "not used" in notice] == [expected]
+
+
+def test_ranks_that_would_cut_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused before anything connects, with the sizes that fit."""
+    save_quantised(tmp_path, "awq", intermediate_size=672)
+    ranks = {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "::1", "MASTER_PORT": 1}
+    for name, value in ranks.items():
+        monkeypatch.setenv(name, str(value))
+    why = r"2 ranks must divide intermediate_size \(672\) into multiples of 32.* group: 1"
+    with pytest.raises(UserError, match=why):
+        Engine.from_pretrained(tmp_path, transport="gloo", speculation={"mode": "off"})
+
+
+@pytest.mark.parametrize("method", ["bitsandbytes", "mxfp4"])
+def test_a_method_that_is_not_supported(method: str, run: Run, tmp_path: Path) -> None:
+    save_quantised(tmp_path, "awq")
+    config: dict[str, Any] = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    config["quantization_config"] = {"quant_method": method}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    code, out, err = run("--model", tmp_path, "--prompt-ids", "1,2")
+    assert (code, out) == (2, "")
+    assert len(err.splitlines()) == 1
+    assert f"found '{method}'; give the unquantised checkpoint" in err
