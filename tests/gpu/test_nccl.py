@@ -363,7 +363,7 @@ def test_pairs_that_recall_blocks_equal_simulated(results: dict[str, list[dict]]
 
 
 def test_a_pair_that_recalls_blocks_of_a_quantised_cache(results: dict[str, list[dict]]) -> None:
-    """Tokens are equal. `A~` has parts in other places than in `simulated`, which rounds now and then to another verdict."""
+    """Tokens are equal. `A~` has other parts than in `simulated`, which rounds now and then to another verdict."""
     reference = by_threshold(results["recall_turbo_simulated1"])
     for case, row in by_threshold(results["recall_turbo_paired2"]).items():
         assert row["tokens"] == reference[case]["tokens"], case
