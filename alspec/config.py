@@ -16,6 +16,7 @@ from alspec.field_types import (
     SHORT_DTYPES,
     ChunkSize,
     Context,
+    Drafter,
     DType,
     FilePath,
     Float,
@@ -37,6 +38,7 @@ from alspec.field_types import (
 from alspec.sas import Softmax
 
 __all__ = [
+    "MAX_DRAFT_TOKENS",
     "MAX_LOGPROBS",
     "PROMPTS",
     "SHORT_DTYPES",
@@ -76,6 +78,7 @@ ValueQuantiser = Literal["codebook", "uniform"]
 
 QUANTISED_CODECS: tuple[str, ...] = get_args(KVCacheCodec)[1:]  # the quantised caches
 
+MAX_DRAFT_TOKENS = 15  # a round then has 16 rows
 MAX_LOGPROBS = 20  # tokens with a log probability, beside the chosen one
 PROMPTS = ("prompt", "prompt_file", "prompt_ids")  # at most one of these fields may be given
 
@@ -121,6 +124,16 @@ class EngineConfig(Schema):
         "with a config.json",
     )
     speculation: SpeculationConfig = Field(default=SpeculationConfig(), description="attention-level speculation")
+    draft: Drafter = Field(
+        default="off",
+        description="guess tokens and verify them together; the text stays the same. ngram: what followed the newest "
+        "tokens before; self: the model with the attention of A~; model:DIR: a smaller checkpoint, same tokenizer",
+        json_schema_extra={"metavar": "off|ngram|self|model:DIR"},
+    )
+    draft_tokens: Int = Field(default=4, ge=1, le=MAX_DRAFT_TOKENS, description="K: most tokens that a round guesses")
+    draft_always: bool = Field(
+        default=False, description="guess also where it has not paid lately, to measure; needs --draft"
+    )
     kv_cache: KVCacheCodec = Field(
         default="bf16", description="codec of the KV cache; bf16: not quantised, stored in --dtype"
     )
@@ -155,6 +168,8 @@ class EngineConfig(Schema):
             raise ValueError("model and random_weights exclude each other; give one of them")
         if self.verify_checksums and self.random_weights is not None:
             raise ValueError("verify_checksums without effect: random_weights reads no weights; leave one of them out")
+        if self.draft_always and self.draft == "off":
+            raise ValueError("draft_always without effect: draft is off; give one of the drafters, or leave it out")
         return self
 
 

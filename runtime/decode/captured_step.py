@@ -115,7 +115,13 @@ class CapturedStep:
         self._prepared = True
         return 0
 
-    def begin(self, token_ids: list[int], seq_lens: list[int], seen: Tensor | None = None) -> None:
+    def begin(
+        self,
+        token_ids: list[int],
+        seq_lens: list[int],
+        seen: Tensor | None = None,
+        prompts: Sequence[Sequence[int]] | None = None,
+    ) -> None:
         """Set tokens and lengths, and drop steps in flight. See `DecodeStep.begin`."""
         self._decoder.begin(token_ids, seq_lens)
         self._choice.begin(seen)
@@ -171,7 +177,7 @@ class CapturedStep:
         first_us = (time.perf_counter() - self._begun_s) * 1e6
         step_us = (clock_ns - self._last_clock_ns) / 1e3 if self._last_clock_ns else first_us
         self._last_clock_ns = clock_ns
-        return StepRecord(token_ids, hits, step_us, fault, logprobs)
+        return StepRecord([[token] for token in token_ids], hits, step_us, fault, logprobs)
 
     def _set_live(self, live: list[bool]) -> None:
         if live != self._live:

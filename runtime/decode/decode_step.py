@@ -1,8 +1,8 @@
-"""The interface through which the engine runs decode steps, eager or captured.
+"""The interface through which the engine runs decode steps, eager or captured, one token or several at a time.
 
 step.prepare(sampling, kept)        compile, and capture a graph
 step.begin(token_ids, seq_lens)     set each request's newest token, and its length with this token
-record = step.step(remaining)       one more token for each request
+record = step.step(remaining)       one more token for each request; of a round (rounds/round_step.py) one or more
 step.release()                      destroy the graph, before its buffers are freed
 """
 
@@ -24,11 +24,13 @@ __all__ = ["DecodeStep", "StepRecord"]
 class StepRecord:
     """Results of one step on the host."""
 
-    token_ids: list[int]
+    token_ids: list[list[int]]  # the new tokens of each request, in order; one, or those that a round emits
     hits: Tensor | None  # [L, B] bool: each request's verdict in each layer; None without speculation
     step_us: float  # from the end of the previous step to the end of this one; for the first step, from `begin`
     fault: int  # 0, or a fault word (kernels/comm/ll_packets.py)
-    logprobs: Logprobs | None = None  # of the chosen tokens and the most likely ones, if `prepare` asked for them
+    # Of the new tokens, request after request, and the most likely ones instead; if `prepare` asked for them.
+    logprobs: Logprobs | None = None
+    drafts: list[int] | None = None  # proposed to each request; all but the last of its tokens are accepted ones
 
 
 class DecodeStep(Protocol):
@@ -67,18 +69,25 @@ class DecodeStep(Protocol):
             The fault word of the trial steps: 0, or see kernels/comm/ll_packets.py.
         """
 
-    def begin(self, token_ids: list[int], seq_lens: list[int], seen: Tensor | None = None) -> None:
+    def begin(
+        self,
+        token_ids: list[int],
+        seq_lens: list[int],
+        seen: Tensor | None = None,
+        prompts: Sequence[Sequence[int]] | None = None,
+    ) -> None:
         """Set each request's newest token, and its length with this token.
 
         Args:
             seen: [B, V] int32, the tokens of the prompts, for penalties; see `tokens_seen`. The step may change it.
+            prompts: the tokens before the newest one, for drafts; default: not known.
         """
 
     def step(self, remaining: int, live: list[bool] | None = None) -> StepRecord:
-        """Decode one token for each request.
+        """Decode one token for each request, or more.
 
         Args:
-            remaining: steps that may still follow, this one included.
+            remaining: most tokens that a request still needs, so that so many steps may follow, this one included.
             live: [B], requests that are still generating; only these count in verdicts. None: all requests.
         """
 

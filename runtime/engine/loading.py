@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 
 from alspec.config import EngineConfig
 from alspec.models.checkpoint.checkpoint import Checkpoint
-from alspec.models.checkpoint.source import has_tokenizer, open_checkpoint, open_tokenizer
+from alspec.models.checkpoint.source import has_tokenizer, model_files, model_path, open_checkpoint, open_tokenizer
 from alspec.models.llama import Llama, LlamaWeights, load_weights, random_weights
 from alspec.models.llama_config import LlamaConfig
 from alspec.models.tokenizer.tokenizer import Tokenizer
 from alspec.runtime.cache.codecs import Cache
 from alspec.runtime.decode.hooks import OperationHook
 from alspec.runtime.decode.prefill import CHUNK_TOKENS, prefill
+from alspec.runtime.distributed.agreement import fingerprint, shared_settings
 from alspec.runtime.distributed.placement import Placement
 from alspec.runtime.distributed.transport import Transport
+from alspec.runtime.engine.composition import Choices
 
-__all__ = ["open_model", "read_weights", "take_device", "warm_up"]
+__all__ = ["agreed_settings", "open_model", "read_weights", "take_device", "warm_up"]
 
 
 def open_model(config: EngineConfig, model: LlamaConfig) -> tuple[Checkpoint | None, Tokenizer | None]:
@@ -31,6 +34,16 @@ def open_model(config: EngineConfig, model: LlamaConfig) -> tuple[Checkpoint | N
         return None, None
     checkpoint = open_checkpoint(config, model.as_stored)
     return checkpoint, open_tokenizer(config, model) if has_tokenizer(config) else None
+
+
+def agreed_settings(config: EngineConfig, model: LlamaConfig, choices: Choices) -> dict[str, Any]:
+    """What all ranks must have alike: ranks on different hosts may be configured, and choose, differently."""
+    chosen: dict[str, Any] = {"resolved transport": choices.candidates[0] if choices.candidates else choices.backend}
+    chosen |= {"resolved mode": choices.mode, "resolved dtype": choices.dtype_name}
+    chosen |= {f"the model's {name}": value for name, value in model.model_dump(mode="json").items()}
+    if config.random_weights is None:
+        chosen["the model's files (fingerprint)"] = fingerprint(model_files(model_path(config)))
+    return shared_settings(config) | chosen
 
 
 def take_device(device: torch.device, placement: Placement) -> None:

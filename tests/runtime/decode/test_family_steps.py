@@ -47,8 +47,8 @@ def test_tokens_are_those_of_transformers(case: str, tmp_path: Path) -> None:
     for remaining in range(NEW_TOKENS - 1, 0, -1):
         record = captured.step(remaining)
         assert record.fault == 0
-        for made, token in zip(tokens, record.token_ids, strict=True):
-            made.append(token)
+        for made, new in zip(tokens, record.token_ids, strict=True):
+            made += new
     assert tokens == [greedy(reference, ids, NEW_TOKENS) for ids in prompts]
 
 

@@ -61,9 +61,8 @@ def run_case(model: Llama, transport: Transport, case: dict[str, Any]) -> dict[s
             assert torch.equal(gates[:, 0], gates[:, -1]), (
                 "a step must begin with the roles at the end of the one before"
             )
-            found.append(
-                {"tokens": record.token_ids, "hits": record.hits.int().tolist(), "fault": record.fault | fault}
-            )
+            made = [token for (token,) in record.token_ids]
+            found.append({"tokens": made, "hits": record.hits.int().tolist(), "fault": record.fault | fault})
     return {"steps": found, "cache": digest(cache)}
 
 

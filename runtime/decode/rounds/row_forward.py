@@ -1,0 +1,90 @@
+"""The layers and the LM head over several rows of each request, as plain operations launched one by one.
+
+Rows are not requests: a round has R rows of each of B requests, the newest token and the drafts behind it. They share
+the request's cache. Row r is the token at position seq_lens[r] - 1 and attends to the tokens up to itself.
+
+Shapes: R rows of each of B requests, Hq and Hkv this rank's query and KV heads, D head_dim, V vocabulary, L layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from alspec.kernels.attention.dispatch import DecodeAttention
+from alspec.models.llama import Llama
+from alspec.runtime.cache.codecs import Cache
+from alspec.runtime.decode.eager_step import gather_logits
+from alspec.runtime.decode.hooks import OperationHook
+from alspec.runtime.distributed.transport import Transport
+
+__all__ = ["RowForward"]
+
+
+class RowForward:
+    """One model over its cache on one rank of one group. Every rank makes the same calls in the same order."""
+
+    def __init__(
+        self, model: Llama, cache: Cache, transport: Transport, chunk_size: int, operation: OperationHook
+    ) -> None:
+        self.model, self.cache, self.transport = model, cache, transport
+        self._decoding = model.for_decoding()
+        self._operation = operation
+        config = model.config
+        self._attention = DecodeAttention(
+            [cache.layer(layer) for layer in range(cache.num_layers)],
+            config.num_qo_heads // transport.placement.tp_size, chunk_size, model.sm_scale, cache.device,
+        )  # fmt: skip
+
+    def full(self, token_ids: Tensor, seq_lens: Tensor) -> tuple[Tensor, Tensor]:
+        """Append the rows to the cache as drafts, and attend to all tokens up to each.
+
+        Args:
+            token_ids: [R, B] int64.
+            seq_lens: [R, B] int32, up to and with the row's token. A row may repeat the one before it: the same token
+                at the same place. Over a quantised cache, the rows of a request lie in one block of 64 tokens.
+        Returns:
+            logits: [R, B, V] fp32, the same bits on every rank.
+            layer_sums: [L] fp32, not finite where this rank's activations were not.
+        """
+        return self._run(token_ids, seq_lens, self._attend)
+
+    def predict(self, token_ids: Tensor, seq_lens: Tensor) -> Tensor:
+        """As `full` for one row, but the attention is A~: sink and window.
+
+        Args:
+            token_ids: [B] int64.  seq_lens: [B] int32.
+        Returns:
+            [B, V] fp32.
+        """
+        return self._run(token_ids[None], seq_lens[None], self._predict)[0][0]
+
+    def _run(
+        self, token_ids: Tensor, seq_lens: Tensor, attend: Callable[[int, Tensor, Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        model, rows = self._decoding, token_ids.shape
+        positions = seq_lens.flatten() - 1
+        x, partial = model.embed(token_ids.flatten()), None
+        layer_sums = torch.zeros(model.num_layers, device=x.device)
+        for layer in range(model.num_layers):
+            with self._operation("pre_attention", layer):
+                x, q, k, v = model.pre_attention(layer, x, partial, positions)
+            with self._operation("attention", layer):
+                # Rows in order: of two that write to the same place, the later one counts.
+                for row_k, row_v, lengths in zip(k.unflatten(0, rows), v.unflatten(0, rows), seq_lens, strict=True):
+                    self.cache.append(layer, row_k, row_v, lengths, is_final=False)
+                attn_out = attend(layer, q.unflatten(0, rows), seq_lens).flatten(0, 1)
+            with self._operation("post_attention", layer):
+                x, partial = model.post_attention(layer, x, attn_out)
+                layer_sums[layer] = x.sum() + partial.sum(dtype=torch.float32)
+        x = model.reduce_residual(x, partial)
+        with self._operation("lm_head", model.num_layers):
+            return gather_logits(model, self.transport, x).unflatten(0, rows), layer_sums
+
+    def _attend(self, layer: int, q: Tensor, seq_lens: Tensor) -> Tensor:
+        return self._attention.full_rows(q, self.cache.layer(layer), seq_lens)
+
+    def _predict(self, layer: int, q: Tensor, seq_lens: Tensor) -> Tensor:
+        return self._attention.predict(q[0], self.cache.layer(layer), seq_lens[0])[None]
