@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from alspec.config import EngineConfig
@@ -43,7 +45,19 @@ def draft_model_config(config: EngineConfig) -> LlamaConfig | None:
     Raises:
         UserError: a broken folder or file.
     """
-    return model_config(_of_draft_model(config)) if config.draft.startswith(DRAFT_MODEL) else None
+    if not config.draft.startswith(DRAFT_MODEL):
+        return None
+    with _naming_draft():
+        return model_config(_of_draft_model(config))
+
+
+@contextmanager
+def _naming_draft() -> Iterator[None]:
+    """Begin the message of a `UserError` with the setting that it is about."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"draft: {error}") from None
 
 
 def round_size(config: EngineConfig, draft_model: LlamaConfig | None) -> RoundSize | None:
@@ -76,12 +90,10 @@ class Drafting:
         model = draft_model_config(config)
         if model is None:
             return cls(config, target, choices, None, None)
-        try:
+        with _naming_draft():
             model.check_tp_size(choices.placement.tp_size)
             check_head_dim(model, choices.device)
             checkpoint, own = open_model(_of_draft_model(config), model)
-        except UserError as error:
-            raise UserError(f"draft: {error}") from None
         _check_tokenizers(config.draft, tokenizer, own)
         return cls(config, target, choices, model, checkpoint)
 
