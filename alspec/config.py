@@ -399,6 +399,9 @@ class EvaluateConfig(CommandConfig, EngineConfig):
         default=(0,),
         description="numbers of blocks of 64 tokens that A~ also reads: the heaviest for earlier tokens; such as 0,16",
     )
+    temperatures: Several[Annotated[Float, Field(ge=0.0, allow_inf_nan=False)]] = Field(
+        default=(0.0, 1.0), description="temperatures at which --draft generates"
+    )
     rows: FilePath | None = Field(default=None, description="append one JSON line for each value to this file")
     plot: FilePath | None = Field(
         default=None,

@@ -30,7 +30,7 @@ from alspec.runtime.engine.loading import open_model, read_weights
 from alspec.runtime.engine.memory import RoundSize
 from alspec.runtime.profiling.stats import step_bytes
 
-__all__ = ["Drafting", "draft_model_config", "round_size"]
+__all__ = ["Drafting", "check_rings", "draft_model_config", "round_size"]
 
 
 def _of_draft_model(config: EngineConfig) -> EngineConfig:
@@ -63,6 +63,20 @@ def _naming_draft() -> Iterator[None]:
 def round_size(config: EngineConfig, draft_model: LlamaConfig | None) -> RoundSize | None:
     """What rounds need in memory; None without drafts."""
     return None if config.draft == "off" else RoundSize(config.draft_tokens + 1, draft_model)
+
+
+def check_rings(config: EngineConfig, target: LlamaConfig, draft_model: LlamaConfig | None, context: int) -> None:
+    """Refuse drafts in a context that is longer than a sliding window: rejected ones would replace tokens of the ring.
+
+    Raises:
+        UserError: names the model and its window.
+    """
+    for name, model in (("the model", target), (config.draft, draft_model)) if config.draft != "off" else ():
+        if model is not None and (window := model.window_below(context)):
+            raise UserError(
+                f"draft: {name} has a sliding window of {window} tokens, and drafts need all of a context of "
+                f"{context}; use --draft off, or a context (--max-context) of up to {window} tokens"
+            )
 
 
 @dataclass
@@ -101,19 +115,6 @@ class Drafting:
     def size(self) -> RoundSize | None:
         """What rounds need in memory."""
         return round_size(self.config, self.model_config)
-
-    def check_context(self, context: int) -> None:
-        """Refuse contexts longer than a sliding window: rejected drafts would replace tokens of the ring.
-
-        Raises:
-            UserError: names the model and its window.
-        """
-        for name, model in (("the model", self.target), (self.config.draft, self.model_config)):
-            if model is not None and (window := model.window_below(context)):
-                raise UserError(
-                    f"draft: {name} has a sliding window of {window} tokens, and drafts need all of a context of "
-                    f"{context}; use --draft off, or a context (--max-context) of up to {window} tokens"
-                )
 
     def load(self, transport: Transport) -> None:
         """Read this rank's weights of the draft model."""

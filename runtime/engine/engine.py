@@ -34,7 +34,7 @@ from alspec.runtime.distributed.agreement import Agreement
 from alspec.runtime.distributed.placement import PeerMemory
 from alspec.runtime.distributed.transport import TIMEOUT, Transport, connect_store
 from alspec.runtime.engine.composition import build_cache, build_decode_step, choose, find_peer_memory
-from alspec.runtime.engine.drafting import Drafting
+from alspec.runtime.engine.drafting import Drafting, check_rings
 from alspec.runtime.engine.generation import (
     Completion,
     Generation,
@@ -166,7 +166,7 @@ class Engine:
         """Refuse a context that is longer than a sliding window, if codec, mode or drafts cannot serve it."""
         check_window(self.config.kv_cache, self.mode, self.model_config, context)
         if self._drafting is not None:
-            self._drafting.check_context(context)
+            check_rings(self.config, self.model_config, self._drafting.model_config, context)
 
     def load(self, batch_size: int, max_context: int) -> None:
         """Take memory: connect the ranks, read this rank's weights, allocate the cache.

@@ -240,6 +240,13 @@ class Generation:
         """Most tokens that a live request still needs."""
         return max((request.remaining for request in self.requests if request.live), default=0)
 
+    @property
+    def tokens_of_steps(self) -> list[float]:
+        """Tokens that each decode step gave a live request, mean over the requests: 1 without drafts."""
+        if not self.rounds:
+            return [1.0] * len(self.step_us)
+        return [sum(accepted + 1 for _, accepted in step) / len(step) for step in self.rounds]
+
     def completions(self) -> list[Completion]:
         """What each request has generated so far."""
         return [
