@@ -1,17 +1,19 @@
 """What `launch/evaluate.py --draft` measures: how many drafts are accepted when the model continues a text.
 
-Prompts are cut out of `--text`. The model continues each by real rounds, which draft also where it does not pay, greedily
-and at a temperature. The text itself is that of plain decoding, so only the drafts are measured.
+Prompts are cut out of `--text`. The model continues each by real rounds, greedily and at a temperature; they draft also
+where it does not pay. The text itself is that of plain decoding, so only the drafts are measured.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
 from alspec.config import EvaluateConfig, SamplingConfig
 from alspec.errors import UserError
+from alspec.field_types import DRAFT_MODEL
 from alspec.launch.evaluate_tasks import read_text
 from alspec.launch.terminal.display import StatusLine
 from alspec.launch.terminal.flags import check_positions, check_writable, notify
@@ -28,7 +30,8 @@ NEW_TOKENS = 64  # tokens by which each prompt is continued; a context counts th
 CONTEXTS = (1024, 8192)  # without --contexts
 UNUSED = (
     "answers", "recall", "records", "needles", "baselines", "codecs", "softmaxes", "block_sizes", "selectors",
-    "low_heads", "protect", "norm_corrections", "qjl", "value_quantisers", "recall_blocks", "depths", "thresholds", "plot",
+    "low_heads", "protect", "norm_corrections", "qjl", "value_quantisers", "recall_blocks", "depths", "thresholds",
+    "plot",
 )  # fmt: skip
 
 
@@ -49,9 +52,7 @@ def evaluate_drafts(config: EvaluateConfig, command: str) -> int:
         notify(engine.take_notices() if is_first else [])
         for context in contexts:
             for temperature in config.temperatures:
-                status.show(
-                    f"drafts in {len(prompts[context])} windows of {context} tokens, temperature {temperature:g}"
-                )
+                status.show(f"drafts, {config.windows} windows of {context} tokens, temperature {temperature:g}")
                 row = _measure(config, engine, context, temperature, prompts[context], command)
                 rows.append(row)
                 if is_first:
@@ -85,8 +86,8 @@ def _contexts(config: EvaluateConfig, engine: Engine) -> list[int]:
     engine.check_prompts([[0]], contexts[-1] - 1)
     if contexts[0] <= 2 * NEW_TOKENS:
         raise UserError(
-            f"flags: --contexts: expected more than {2 * NEW_TOKENS} tokens, of which {NEW_TOKENS} are generated, found "
-            f"{contexts[0]}"
+            f"flags: --contexts: expected more than {2 * NEW_TOKENS} tokens, as {NEW_TOKENS} of them are generated, "
+            f"found {contexts[0]}"
         )
     return contexts
 
@@ -124,7 +125,7 @@ def _measure(
         "impl": "alspec.rounds",
         "case": {
             "model": model_name(engine.config),
-            "drafter": config.draft.split("/")[-1],
+            "drafter": _drafter(config),
             "draft_tokens": config.draft_tokens,
             "context": context,
             "temperature": temperature,
@@ -140,6 +141,12 @@ def _measure(
         "details": summary,
         **provenance(engine.placement.world_size if engine.device.type == "cuda" else 0, command),
     }
+
+
+def _drafter(config: EvaluateConfig) -> str:
+    """The drafter without the path of its folder."""
+    path = config.draft.removeprefix(DRAFT_MODEL)
+    return path if path == config.draft else DRAFT_MODEL + Path(path).absolute().name
 
 
 def _table(config: EvaluateConfig, engine: Engine, rows: list[dict[str, Any]]) -> Table:

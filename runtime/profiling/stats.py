@@ -125,8 +125,8 @@ def summarize(generation: Generation, chunk_size: int) -> dict[str, Any]:
     verdicts whose predictor left tokens out, with S = `chunk_size`; they are None if there is none.
     """
     new_tokens = [len(request.token_ids) for request in generation.requests]
-    steps = zip(generation.step_us, generation.tokens_of_steps, strict=True)
-    tokens_ms = [us / 1e3 / tokens for us, tokens in steps]
+    of_steps = zip(generation.step_us, generation.tokens_of_steps, strict=True)
+    tokens_ms = [us / 1e3 / tokens for us, tokens in of_steps]
     decoded = sum(new_tokens) - len(new_tokens)
     hit_rate = per_layer = None
     if generation.hits:
