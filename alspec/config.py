@@ -126,13 +126,13 @@ class EngineConfig(Schema):
     speculation: SpeculationConfig = Field(default=SpeculationConfig(), description="attention-level speculation")
     draft: Drafter = Field(
         default="off",
-        description="guess tokens and verify them together; the text stays the same. ngram: what followed the newest "
+        description="draft tokens and verify them together; the text stays the same. ngram: what followed the newest "
         "tokens before; self: the model with the attention of A~; model:DIR: a smaller checkpoint, same tokenizer",
         json_schema_extra={"metavar": "off|ngram|self|model:DIR"},
     )
-    draft_tokens: Int = Field(default=4, ge=1, le=MAX_DRAFT_TOKENS, description="K: most tokens that a round guesses")
+    draft_tokens: Int = Field(default=4, ge=1, le=MAX_DRAFT_TOKENS, description="K: most tokens that a round drafts")
     draft_always: bool = Field(
-        default=False, description="guess also where it has not paid lately, to measure; needs --draft"
+        default=False, description="draft also where it has not paid lately, to measure; needs --draft"
     )
     kv_cache: KVCacheCodec = Field(
         default="bf16", description="codec of the KV cache; bf16: not quantised, stored in --dtype"

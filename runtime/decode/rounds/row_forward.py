@@ -87,4 +87,5 @@ class RowForward:
         return self._attention.full_rows(q, self.cache.layer(layer), seq_lens)
 
     def _predict(self, layer: int, q: Tensor, seq_lens: Tensor) -> Tensor:
+        # Blocks recalled for the last verified token, if there are any, belong here: an argument of `predict`.
         return self._attention.predict(q[0], self.cache.layer(layer), seq_lens[0])[None]
