@@ -287,7 +287,8 @@ def cuts_without_effect(config: ChoiceConfig) -> list[str]:
 def speculation_without_effect(config: EngineConfig, advice: str) -> list[str]:
     """Return notices: `--threshold` and `--chunk` have no effect in mode off. Call it only in mode off."""
     default, own = SpeculationConfig(), config.speculation
-    changed = (("--threshold", own.threshold != default.threshold), ("--chunk", own.chunk_size != default.chunk_size))
+    is_other_chunk = own.chunk_size != default.chunk_size and config.draft != "self"  # whose drafts use it
+    changed = (("--threshold", own.threshold != default.threshold), ("--chunk", is_other_chunk))
     given = [flag for flag, is_changed in changed if is_changed]
     if not given:
         return []

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 from alspec.config import EngineConfig
 from alspec.errors import UserError, show
-from alspec.field_types import DRAFT_MODEL
 from alspec.models.checkpoint.checkpoint import Checkpoint
-from alspec.models.checkpoint.source import model_config
+from alspec.models.checkpoint.source import draft_model_source, model_config
 from alspec.models.llama import Llama
 from alspec.models.llama_config import LlamaConfig
 from alspec.models.tokenizer.tokenizer import Tokenizer
@@ -33,22 +32,17 @@ from alspec.runtime.profiling.stats import step_bytes
 __all__ = ["Drafting", "check_rings", "draft_model_config", "round_size"]
 
 
-def _of_draft_model(config: EngineConfig) -> EngineConfig:
-    """The configuration that loads the draft model. Its cache is not quantised: it is small."""
-    path = config.draft.removeprefix(DRAFT_MODEL)
-    return EngineConfig.model_validate({"model": path, "verify_checksums": config.verify_checksums})
-
-
 def draft_model_config(config: EngineConfig) -> LlamaConfig | None:
     """Shape of the draft model; None without one.
 
     Raises:
         UserError: a broken folder or file.
     """
-    if not config.draft.startswith(DRAFT_MODEL):
+    own = draft_model_source(config)
+    if own is None:
         return None
     with _naming_draft():
-        return model_config(_of_draft_model(config))
+        return model_config(own)
 
 
 @contextmanager
@@ -101,13 +95,13 @@ class Drafting:
         """
         if config.draft == "off":
             return None
-        model = draft_model_config(config)
-        if model is None:
+        settings, model = draft_model_source(config), draft_model_config(config)
+        if settings is None or model is None:
             return cls(config, target, choices, None, None)
         with _naming_draft():
             model.check_tp_size(choices.placement.tp_size)
             check_head_dim(model, choices.device)
-            checkpoint, own = open_model(_of_draft_model(config), model)
+            checkpoint, own = open_model(settings, model)
         _check_tokenizers(config.draft, tokenizer, own)
         return cls(config, target, choices, model, checkpoint)
 

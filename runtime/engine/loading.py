@@ -9,7 +9,14 @@ import torch
 
 from alspec.config import EngineConfig
 from alspec.models.checkpoint.checkpoint import Checkpoint
-from alspec.models.checkpoint.source import has_tokenizer, model_files, model_path, open_checkpoint, open_tokenizer
+from alspec.models.checkpoint.source import (
+    draft_model_source,
+    has_tokenizer,
+    model_files,
+    model_path,
+    open_checkpoint,
+    open_tokenizer,
+)
 from alspec.models.llama import Llama, LlamaWeights, load_weights, random_weights
 from alspec.models.llama_config import LlamaConfig
 from alspec.models.tokenizer.tokenizer import Tokenizer
@@ -43,6 +50,8 @@ def agreed_settings(config: EngineConfig, model: LlamaConfig, choices: Choices) 
     chosen |= {f"the model's {name}": value for name, value in model.model_dump(mode="json").items()}
     if config.random_weights is None:
         chosen["the model's files (fingerprint)"] = fingerprint(model_files(model_path(config)))
+    if (draft := draft_model_source(config)) is not None:
+        chosen["the draft model's files (fingerprint)"] = fingerprint(model_files(model_path(draft)))
     return shared_settings(config) | chosen
 
 

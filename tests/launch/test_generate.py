@@ -98,7 +98,7 @@ def test_default_length_and_one_token(generate_json: Callable[..., Any]) -> None
 
 def test_json(generate_json: Callable[..., Any], checkpoint: Path) -> None:
     found = generate_json("--prompt", LONG_PROMPT, *SMALL, "--speculation", "simulated", "--threshold", "0.3")
-    assert list(found) == ["requests", "ttft_us", "step_us", "hit_map", "summary", "config", "versions"]
+    assert list(found) == ["requests", "ttft_us", "step_us", "hit_map", "rounds", "summary", "config", "versions"]
     (request,) = found["requests"]
     assert request["prompt_ids"][0] == 96
     assert len(request["prompt_ids"]) == 1 + len(LONG_PROMPT)

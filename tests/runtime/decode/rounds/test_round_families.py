@@ -53,7 +53,7 @@ def test_a_ring_takes_no_drafts(case: str, tmp_path: Path) -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("codec", fast(["bf16", "turbo4", "turboquant3", "hybrid-k4v2"], ["turbo4"]))
+@pytest.mark.parametrize("codec", fast(["bf16", "turbo4", "turboquant3", "hybrid-k4v2"], ["bf16"]))
 def test_the_bundled_model(codec: str) -> None:
     """Drafts out of a text are right now and then."""
     prompt = (Path(DEMO_CHECKPOINT).parent / "prompt.txt").read_text(encoding="utf-8")

@@ -75,14 +75,14 @@ def test_text_and_cache_are_those_of_plain_decoding(
             assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("codec", fast([*CODECS, "turbo-mixed"], ["bf16", "turbo4"]))
+@pytest.mark.parametrize("codec", fast([*CODECS, "turbo-mixed"], ["turbo4"]))
 @pytest.mark.parametrize("seed", fast([1, 2, 3], [1]))
 def test_drafts_that_are_right_by_chance_leave_nothing_behind(
     turbo_folder: Path, make_prompt: Any, codec: str, seed: int
 ) -> None:
     """Many rounds, over several blocks. The last rounds of a text see a cache that others have ended at any place."""
     prompts = [make_prompt(length, seed=seed + length) for length in (62, 126, 3)]
-    sampling = SamplingConfig(max_new_tokens=140, ignore_eos=True, temperature=1.0, seed=seed)
+    sampling = SamplingConfig(max_new_tokens=100, ignore_eos=True, temperature=1.0, seed=seed)
     lengths = [len(ids) + sampling.max_new_tokens - 1 for ids in prompts]
     with engine_of(turbo_folder, kv_cache=codec) as engine:
         tokens = generated(engine, prompts, sampling)
