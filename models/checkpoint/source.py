@@ -6,7 +6,7 @@ import importlib.util
 import os
 from pathlib import Path
 
-from alspec.config import EngineConfig
+from alspec.config import EngineConfig, validate
 from alspec.errors import UserError
 from alspec.field_types import DRAFT_MODEL
 from alspec.models.checkpoint.checkpoint import Checkpoint, verify_checksums
@@ -64,11 +64,15 @@ def _smollm2() -> Path:
 
 
 def draft_model_source(config: EngineConfig) -> EngineConfig | None:
-    """The configuration that selects the draft model of `model:DIR` as the model; None without one."""
+    """The configuration that selects the draft model of `model:DIR` as the model; None without one.
+
+    Raises:
+        UserError: what follows `model:` is no path.
+    """
     if not config.draft.startswith(DRAFT_MODEL):
         return None
     values = {"model": config.draft.removeprefix(DRAFT_MODEL), "verify_checksums": config.verify_checksums}
-    return EngineConfig.model_validate(values)
+    return validate(EngineConfig, values, "draft")
 
 
 def model_name(config: EngineConfig) -> str:

@@ -2,7 +2,7 @@
 
 step.prepare(sampling, kept)        compile, and capture a graph
 step.begin(token_ids, seq_lens)     set each request's newest token, and its length with this token
-record = step.step(remaining)       one more token for each request; of a round (rounds/round_step.py) one or more
+record = step.step(remaining)       one more token for each request; a round (rounds/round_step.py) gives one or more
 step.release()                      destroy the graph, before its buffers are freed
 """
 
@@ -28,9 +28,10 @@ class StepRecord:
     hits: Tensor | None  # [L, B] bool: each request's verdict in each layer; None without speculation
     step_us: float  # from the end of the previous step to the end of this one; for the first step, from `begin`
     fault: int  # 0, or a fault word (kernels/comm/ll_packets.py)
-    # Of the new tokens, request after request, and the most likely ones instead; if `prepare` asked for them.
+    # A row for each new token, request after request: its own, then the most likely ones; if `prepare` asked for them.
     logprobs: Logprobs | None = None
-    drafts: list[int] | None = None  # proposed to each request; all but the last of its tokens are accepted ones
+    # Number of drafts for each request; all of its tokens but the last are accepted ones. None: the step never drafts.
+    drafts: list[int] | None = None
 
 
 class DecodeStep(Protocol):

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from alspec.config import EngineConfig, validate
+from alspec.errors import UserError
 from alspec.launch import evaluate, latency
 
 Run = Callable[..., tuple[int, str, str]]
@@ -17,6 +19,15 @@ PROMPT = "One two three four. One two three four. One two three "
 LENGTH = ("--max-new-tokens", 30, "--ignore-eos")
 # A text of few characters repeats itself.
 FEW = ("--logit-bias", ",".join(f"{token}=60" for token in (1, 66, 67, 68)))
+
+
+def test_drafters() -> None:
+    """YAML reads off as false."""
+    for value, expected in ((False, "off"), ("off", "off"), ("self", "self"), ("model:a/b", "model:a/b")):
+        assert EngineConfig.model_validate({"draft": value}).draft == expected
+    for wrong in (True, "on", "model:", "model", 4, ["ngram"], {}, None):
+        with pytest.raises(UserError, match=r"^Engine: draft: expected off, ngram, self or model:DIR, found "):
+            validate(EngineConfig, {"draft": wrong}, "Engine")
 
 
 def test_json_says_which_tokens_were_drafts(generate_json: Callable[..., Any]) -> None:
@@ -74,6 +85,7 @@ def test_a_batch_in_a_small_model_with_a_draft_model(run: Run, checkpoint: Path,
         (("--draft", "ngram", "--draft-tokens", 0), "flags: --draft-tokens: expected 1 or more, found '0'"),
         (("--draft", "ngram", "--draft-tokens", 16), "flags: --draft-tokens: expected 15 or less, found '16'"),
         (("--draft-always",), "draft_always without effect: draft is off"),
+        (("--draft", "model:a\0b"), "draft: model: expected a path, found 'a\\x00b'"),
         (("--draft", "model:nowhere"), "draft: nowhere: expected a model folder, found nothing"),
         (("--draft", "self", "--cuda-graph", "on"), "on is not available with --draft"),
         (("--draft", "self", "--transport", "symm"), "symm"),

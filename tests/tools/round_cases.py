@@ -13,13 +13,13 @@ from torch import Tensor
 from alspec.config import SamplingConfig
 from alspec.kernels.attention.dispatch import KVLayer
 from alspec.runtime.decode.rounds.draft_policy import DraftPolicy
-from alspec.runtime.decode.rounds.drafter import DraftRequest, Drafts
+from alspec.runtime.decode.rounds.drafter import Drafter, DraftRequest, Drafts
 from alspec.runtime.decode.rounds.round_step import RoundStep
 from alspec.runtime.decode.rounds.row_forward import RowForward
 from alspec.runtime.decode.rounds.token_history import TokenHistory
 from alspec.runtime.engine.engine import Engine
 
-__all__ = ["CoinDrafter", "cached", "engine_of", "generated", "put_coin_drafter"]
+__all__ = ["CoinDrafter", "ConstantDrafter", "cached", "engine_of", "generated", "put_drafter"]
 
 
 def engine_of(folder: Path, **options: Any) -> Engine:
@@ -71,8 +71,24 @@ class CoinDrafter:
         return 0.0
 
 
-def put_coin_drafter(engine: Engine, texts: list[list[int]], num_drafts: int, seed: int) -> None:
-    """Replace the engine's step by rounds with a `CoinDrafter`. The engine is loaded."""
+class ConstantDrafter:
+    """Proposes one token only."""
+
+    def __init__(self, token_id: int) -> None:
+        self._token_id = token_id
+
+    def begin(self, history: TokenHistory) -> None:
+        pass
+
+    def draft(self, request: DraftRequest) -> Drafts:
+        return Drafts(torch.full((len(request.most), request.width), self._token_id), request.most)
+
+    def cost(self, seq_lens: list[int]) -> float:
+        return 0.0
+
+
+def put_drafter(engine: Engine, drafter: Drafter, num_drafts: int) -> None:
+    """Replace the engine's step by rounds with this drafter. The engine is loaded."""
     assert isinstance(engine.decode_step, RoundStep)
     forward = RowForward(engine.model, engine.cache, engine.connected(), 128, engine._step_operation)
-    engine.decode_step = RoundStep(forward, CoinDrafter(texts, seed), num_drafts, DraftPolicy(always=True))
+    engine.decode_step = RoundStep(forward, drafter, num_drafts, DraftPolicy(always=True))

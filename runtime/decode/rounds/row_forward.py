@@ -8,7 +8,7 @@ Shapes: R rows of each of B requests, Hq and Hkv this rank's query and KV heads,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -49,7 +49,7 @@ class RowForward:
             logits: [R, B, V] fp32, the same bits on every rank.
             layer_sums: [L] fp32, not finite where this rank's activations were not.
         """
-        return self._run(token_ids, seq_lens, self._attend)
+        return self._run(token_ids, seq_lens, "attention")
 
     def predict(self, token_ids: Tensor, seq_lens: Tensor) -> Tensor:
         """As `full` for one row, but the attention is A~: sink and window.
@@ -59,10 +59,10 @@ class RowForward:
         Returns:
             [B, V] fp32.
         """
-        return self._run(token_ids[None], seq_lens[None], self._predict)[0][0]
+        return self._run(token_ids[None], seq_lens[None], "predictor")[0][0]
 
     def _run(
-        self, token_ids: Tensor, seq_lens: Tensor, attend: Callable[[int, Tensor, Tensor], Tensor]
+        self, token_ids: Tensor, seq_lens: Tensor, attention: Literal["attention", "predictor"]
     ) -> tuple[Tensor, Tensor]:
         model, rows = self._decoding, token_ids.shape
         positions = seq_lens.flatten() - 1
@@ -71,10 +71,11 @@ class RowForward:
         for layer in range(model.num_layers):
             with self._operation("pre_attention", layer):
                 x, q, k, v = model.pre_attention(layer, x, partial, positions)
-            with self._operation("attention", layer):
+            with self._operation(attention, layer):
                 # Rows in order: of two that write to the same place, the later one counts.
                 for row_k, row_v, lengths in zip(k.unflatten(0, rows), v.unflatten(0, rows), seq_lens, strict=True):
                     self.cache.append(layer, row_k, row_v, lengths, is_final=False)
+                attend = self._predict if attention == "predictor" else self._attend
                 attn_out = attend(layer, q.unflatten(0, rows), seq_lens).flatten(0, 1)
             with self._operation("post_attention", layer):
                 x, partial = model.post_attention(layer, x, attn_out)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,27 @@ def test_plain_steps_and_other_prompts_in_between(turbo_folder: Path, make_promp
             drafter._held[0, 50 - lacking :] = -1
             drafter._forward.cache.layer(0).k[:, :, 50 - lacking :] = torch.nan
             assert torch.equal(drafter.draft(request).token_ids, expected)
+
+
+def test_memory_is_that_of_both_models(turbo_folder: Path, noisy_folder: Path) -> None:
+    """Also when a larger cache replaces the first one, and when all of it is freed."""
+    engine = engine_of(turbo_folder, kv_cache="turbo4", draft=f"model:{noisy_folder}")
+    for batch_size, max_context in ((1, 70), (3, 200)):
+        engine.load(batch_size, max_context)
+        own = drafter_of(engine)._forward
+        assert own.cache.batch_size == batch_size
+        assert own.cache.max_context == max_context
+        assert engine.memory is not None
+        assert engine.memory.cache_bytes == engine.cache.num_bytes + own.cache.num_bytes
+        tensors: list[Tensor] = []
+        for weights in (engine.model.weights, own.model.weights):
+            tensors += [weights.embedding, weights.lm_head, weights.final_norm]
+            tensors += [tensor for layer in weights.layers for tensor in layer.tensors.values()]
+        assert engine.memory.weights_bytes == sum(tensor.nbytes for tensor in tensors)
+    weight = weakref.ref(own.model.weights)
+    engine.close()
+    del own, tensors, weights
+    assert weight() is None
 
 
 def test_another_tokenizer_is_refused(turbo_folder: Path, noisy_folder: Path, tmp_path: Path) -> None:

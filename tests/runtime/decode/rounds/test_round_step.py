@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from round_cases import cached, engine_of, generated, put_coin_drafter
+from round_cases import CoinDrafter, ConstantDrafter, cached, engine_of, generated, put_drafter
 from tiers import covering, fast
 
 from alspec.config import SamplingConfig
+from alspec.errors import BadNumbersError
 from alspec.runtime.engine.generation import Token
 
 CODECS = ["bf16", "turbo4", "turboquant3", "hybrid-k4v2"]
@@ -90,7 +91,7 @@ def test_drafts_that_are_right_by_chance_leave_nothing_behind(
     with engine_of(turbo_folder, kv_cache=codec, draft="ngram") as engine:
         engine.load(3, max(map(len, prompts)) + sampling.max_new_tokens)
         texts = [ids + new for ids, new in zip(prompts, tokens, strict=True)]
-        put_coin_drafter(engine, texts, 5, seed)
+        put_drafter(engine, CoinDrafter(texts, seed), 5)
         assert generated(engine, prompts, sampling) == tokens
         accepted = {accepted for step in engine.generation.rounds for drafts, accepted in step if drafts == 5}
         assert accepted >= {0, 1, 2, 3}
@@ -164,3 +165,23 @@ def seen(tokens: list[Token]) -> list[list[tuple[Any, ...]]]:
     """What a client sees of each request, without what drafts add. A round yields a request's tokens in a row."""
     parts = [(each.request, each.token_id, each.text, each.finish_reason, each.logprobs) for each in tokens]
     return [[part for part in parts if part[0] == request] for request in (0, 1)]
+
+
+def test_bad_numbers_behind_a_wrong_draft_do_not_matter(turbo_folder: Path, make_prompt: Any) -> None:
+    """A plain run would not see them. In an emitted token's logits they end the run."""
+    prompt, bad = make_prompt(20, seed=1), 300
+    sampling = SamplingConfig(max_new_tokens=9, ignore_eos=True, logit_bias={bad: -100.0})
+    with engine_of(turbo_folder) as engine:
+        tokens = generated(engine, [prompt], sampling)
+    with engine_of(turbo_folder, draft="ngram") as engine:
+        engine.load(1, 64)
+        put_drafter(engine, ConstantDrafter(bad), 3)
+        engine.model.weights.embedding[bad] = torch.nan
+        assert generated(engine, [prompt], sampling) == tokens
+        assert engine.generation.rounds[0] == [(3, 0)]
+        engine.model.weights.embedding[tokens[0][4]] = torch.nan
+        with pytest.raises(BadNumbersError, match="rank 0, layer 0, step "):
+            list(engine.stream(prompt, sampling))
+        found = engine.generation.requests[0].token_ids
+        assert found == tokens[0][: len(found)]
+        assert 0 < len(found) <= 5
