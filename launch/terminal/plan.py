@@ -107,7 +107,9 @@ def print_plan(config: GenerateConfig) -> None:
     table = Table(
         title=f"{context} tokens, {config.dtype or model.dtype}, cache {cache_name(config)}; captured step over peer "
         f"memory on H200s, {STREAM_BYTES_PER_S / 1e12:.1f} TB/s, paired at a hit rate of {PREDICTED_HIT_RATE:.2f}",
-        caption=_what_speculation_changes(config.speculation.threshold, model.num_layers),
+        caption=_what_speculation_changes(config.speculation.threshold, model.num_layers)
+        if rounds is None
+        else f"memory with --draft {config.draft}, latency of plain steps",
     )
     for name in ("ranks", "mode", "T", "weights GiB", "cache GiB", "buffers GiB", "ms/token", "against off"):
         table.add_column(name, justify="left" if name == "mode" else "right")

@@ -115,6 +115,7 @@ def test_plan_counts_the_draft_model(run: Run, checkpoint: Path) -> None:
     def sizes(*flags: object) -> dict[tuple[str, str], list[float]]:
         code, out, _ = run("--plan", *flags)
         assert code == 0
+        assert ("latency of plain steps" in out) == ("--draft" in flags)
         rows = [re.split(r"\s*│\s*", line.strip("│ ")) for line in out.splitlines() if re.match(r"│\s*\d", line)]
         return {(row[0], row[1]): [float(cell) for cell in row[3:6]] for row in rows}
 
