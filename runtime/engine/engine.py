@@ -250,8 +250,7 @@ class Engine:
                 "engine: torch.distributed is in use in this process; close the other engine first, or end your own "
                 "process group: several ranks have one at a time"
             )
-        if self._store is not None:
-            self.agreement.require_same(agreed_settings(self.config, config, self._choices))
+        self.agreement.require_same(agreed_settings(self.config, config, self._choices))
         self.heartbeat.mark(0, LOADING, -1)
         take_device(self.device, placement)
         weights = read_weights(self.checkpoint, config, placement, self.dtype, self.device)

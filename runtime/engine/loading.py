@@ -48,10 +48,10 @@ def agreed_settings(config: EngineConfig, model: LlamaConfig, choices: Choices) 
     chosen: dict[str, Any] = {"resolved transport": choices.candidates[0] if choices.candidates else choices.backend}
     chosen |= {"resolved mode": choices.mode, "resolved dtype": choices.dtype_name}
     chosen |= {f"the model's {name}": value for name, value in model.model_dump(mode="json").items()}
-    if config.random_weights is None:
-        chosen["the model's files (fingerprint)"] = fingerprint(model_files(model_path(config)))
-    if (draft := draft_model_source(config)) is not None:
-        chosen["the draft model's files (fingerprint)"] = fingerprint(model_files(model_path(draft)))
+    if choices.placement.world_size > 1:
+        for name, source in (("model", config), ("draft model", draft_model_source(config))):
+            if source is not None and source.random_weights is None:
+                chosen[f"the {name}'s files (fingerprint)"] = fingerprint(model_files(model_path(source)))
     return shared_settings(config) | chosen
 
 

@@ -7,7 +7,8 @@ token of the text is the one that plain decoding gives with the same seed, greed
 This replaces the rejection sampling of speculative decoding (Leviathan et al., Chen et al., 2023), which keeps the
 distribution but gives another text for each drafter and K. Here the distribution is exact because each token is drawn
 from it by its own random number. A drafter with probabilities draws its drafts by the same random numbers as the model,
-which makes agreement likely: the inverse of two similar distributions at one number is mostly one token.
+which makes agreement likely: both invert their distributions at one number. `sample` inverts in the order of
+probability, where two tokens that change places shift all that follow, so agreement is below the overlap.
 
 Shapes: R = K + 1 rows of each of B requests: the newest token, then the drafts.
 """
