@@ -113,8 +113,11 @@ class RoundStep:
         drafts = self._draft(remaining - 1, is_live)
         token_ids, seq_lens = round_rows(history.newest, history.lengths, drafts)
         logits, layer_sums = forward.full(token_ids, seq_lens)
-        chosen = self._choose(logits, seq_lens, drafts)
+        seen = None if self._seen is None else seen_by_rows(self._seen, drafts)
+        chosen = self._choose(logits, seq_lens, seen)
         accepted = accepted_drafts(drafts, chosen)
+        if seen is not None:
+            self._seen = seen[accepted, self._requests]
         counts = (accepted + 1) * is_live
         forward.cache.commit((history.lengths + accepted).int())
         history.append(chosen.T, counts)
@@ -142,19 +145,15 @@ class RoundStep:
         width = int(drafts.counts.max())
         return Drafts(drafts.token_ids[:, :width], drafts.counts) if width else nothing
 
-    def _choose(self, logits: Tensor, seq_lens: Tensor, drafts: Drafts) -> Tensor:
+    def _choose(self, logits: Tensor, seq_lens: Tensor, seen: Tensor | None) -> Tensor:
         """Choose the token behind each row, [R, B] int64, as plain decoding chooses it at that position."""
-        seen = None if self._seen is None else seen_by_rows(self._seen, drafts)
-        chosen = sample(
+        return sample(
             logits.flatten(0, 1),
             self._sampling,
             self._requests.repeat(len(logits)),
             seq_lens.flatten().long(),
             None if seen is None else seen.flatten(0, 1),
         ).view(seq_lens.shape)
-        if seen is not None:
-            self._seen = seen[accepted_drafts(drafts, chosen), self._requests]
-        return chosen
 
     def _read(
         self, chosen: Tensor, accepted: Tensor, drafts: Drafts, logits: Tensor, layer_sums: Tensor
