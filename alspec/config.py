@@ -16,6 +16,7 @@ from alspec.field_types import (
     SHORT_DTYPES,
     ChunkSize,
     Context,
+    Drafter,
     DType,
     FilePath,
     Float,
@@ -38,6 +39,7 @@ from alspec.predictor import MAX_RECALL_BLOCKS
 from alspec.sas import Softmax
 
 __all__ = [
+    "MAX_DRAFT_TOKENS",
     "MAX_LOGPROBS",
     "PROMPTS",
     "SHORT_DTYPES",
@@ -78,6 +80,7 @@ ValueQuantiser = Literal["codebook", "uniform"]
 
 QUANTISED_CODECS: tuple[str, ...] = get_args(KVCacheCodec)[1:]  # the quantised caches
 
+MAX_DRAFT_TOKENS = 15  # a round then has 16 rows
 MAX_LOGPROBS = 20  # tokens with a log probability, beside the chosen one
 PROMPTS = ("prompt", "prompt_file", "prompt_ids")  # at most one of these fields may be given
 
@@ -102,7 +105,7 @@ class SpeculationConfig(Schema):
         json_schema_extra={"flag": "chunk"},
     )
     predictor: Predictor = Field(
-        default="window",
+        default="recall",
         description="what A~ reads; window: sink and window; recall: also the blocks of 64 tokens that were heaviest "
         "for the last token",
     )
@@ -136,6 +139,16 @@ class EngineConfig(Schema):
         "with a config.json",
     )
     speculation: SpeculationConfig = Field(default=SpeculationConfig(), description="attention-level speculation")
+    draft: Drafter = Field(
+        default="off",
+        description="draft tokens and verify them together; the text stays the same. ngram: what followed the newest "
+        "tokens before; self: the model with the attention of A~; model:DIR: a smaller checkpoint, same tokenizer",
+        json_schema_extra={"metavar": "off|ngram|self|model:DIR"},
+    )
+    draft_tokens: Int = Field(default=4, ge=1, le=MAX_DRAFT_TOKENS, description="K: most tokens that a round drafts")
+    draft_always: bool = Field(
+        default=False, description="draft also where it has not paid lately, to measure; needs --draft"
+    )
     kv_cache: KVCacheCodec = Field(
         default="bf16", description="codec of the KV cache; bf16: not quantised, stored in --dtype"
     )
@@ -170,6 +183,8 @@ class EngineConfig(Schema):
             raise ValueError("model and random_weights exclude each other; give one of them")
         if self.verify_checksums and self.random_weights is not None:
             raise ValueError("verify_checksums without effect: random_weights reads no weights; leave one of them out")
+        if self.draft_always and self.draft == "off":
+            raise ValueError("draft_always without effect: draft is off; give one of the drafters, or leave it out")
         return self
 
 
@@ -399,6 +414,9 @@ class EvaluateConfig(CommandConfig, EngineConfig):
         default=None,
         description="numbers of recalled blocks to measure, such as 0,16,32; 0: sink and window alone (default: as "
         "--predictor says)",
+    )
+    temperatures: Several[Annotated[Float, Field(ge=0.0, allow_inf_nan=False)]] = Field(
+        default=(0.0, 1.0), description="temperatures at which --draft generates"
     )
     rows: FilePath | None = Field(default=None, description="append one JSON line for each value to this file")
     plot: FilePath | None = Field(

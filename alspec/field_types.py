@@ -13,13 +13,14 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSeriali
 from alspec.predictor import CHUNK_SIZES
 
 __all__ = [
-    "AnyInt", "ChunkSize", "Context", "DType", "FilePath", "Float", "HitRate", "Int", "MeasuredMode", "ModelPath",
-    "Penalty", "SHORT_DTYPES", "Schema", "Several", "Share", "ShortDType", "StopTexts", "Threshold", "TokenBiases",
-    "TokenIds", "Tokens",
+    "AnyInt", "ChunkSize", "Context", "DRAFT_MODEL", "DType", "Drafter", "FilePath", "Float", "HitRate", "Int",
+    "MeasuredMode", "ModelPath", "Penalty", "SHORT_DTYPES", "Schema", "Several", "Share", "ShortDType", "StopTexts",
+    "Threshold", "TokenBiases", "TokenIds", "Tokens",
 ]  # fmt: skip
 
 DType = Literal["bf16", "fp16", "fp32"]
 SHORT_DTYPES: dict[str, DType] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}  # PyTorch's name -> ours
+DRAFT_MODEL = "model:"  # a drafter that begins with it names a checkpoint
 MAX_BIAS = 100.0  # as in OpenAI's API
 _MAX_DIGITS = 15  # digits of the longest number of tokens that is parsed
 
@@ -142,6 +143,15 @@ def _hit_rate(value: Any) -> float | str:
     return rate
 
 
+def _drafter(value: Any) -> Any:
+    """Accept off as YAML reads it, too: false."""
+    value = "off" if value is False else value
+    is_model = isinstance(value, str) and value.startswith(DRAFT_MODEL) and value != DRAFT_MODEL
+    if value not in ("off", "ngram", "self") and not is_model:
+        raise ValueError("expected off, ngram, self or model:DIR")
+    return value
+
+
 _ItemT = TypeVar("_ItemT")
 Several = Annotated[tuple[_ItemT, ...], Field(min_length=1), BeforeValidator(_items)]
 AnyInt = Annotated[int, BeforeValidator(_no_bool)]
@@ -158,6 +168,7 @@ Threshold = Annotated[
     PlainSerializer(lambda threshold: threshold if math.isfinite(threshold) else "inf", when_used="json"),
 ]
 HitRate = Annotated[float | Literal["real"], BeforeValidator(_hit_rate)]
+Drafter = Annotated[str, BeforeValidator(_drafter)]
 ChunkSize = Annotated[int, BeforeValidator(_one_of_chunk_sizes)]
 ModelPath = Annotated[FilePath, BeforeValidator(_not_empty)]
 MeasuredMode = Annotated[Literal["off", "paired"], BeforeValidator(_measured_mode)]

@@ -18,6 +18,7 @@ from rich.table import Table
 from alspec.config import QUANTISED_CODECS, EvaluateConfig
 from alspec.errors import UserError
 from alspec.kernels.kv_codec.formats import rotates_values
+from alspec.launch.evaluate_drafts import evaluate_drafts
 from alspec.launch.evaluate_tasks import (
     ANSWER,
     Quality,
@@ -53,6 +54,8 @@ EPILOG = (
     "Figure 7b is --codecs turbo-mixed --selectors gap_std,entropy,min_max,variation --low-heads 0,1,2,3,4. "
     "The ablations of TurboQuant: --codecs turboquant3 with --protect 0,2, --qjl off,gaussian,orthogonal, "
     "--norm-corrections on,off, or --value-quantisers codebook,uniform. "
+    "--draft measures drafts instead: tokens a step, and the share of drafts accepted in each place, when the model "
+    "continues windows of --text. "
     "Only --baselines uses --threshold: the hit rates at this lambda choose the fixed layers."
 )
 CONTEXTS = (1024, 8192)  # without --contexts
@@ -74,9 +77,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(config: EvaluateConfig, command: str) -> int:
+    if config.text is None:
+        raise UserError("flags: --text: none given; give a .txt, .jsonl or .jsonl.xz file")
+    if config.max_context is not None:
+        raise UserError("flags: --max-context: lengths come from --contexts; leave it out")
+    if config.draft != "off":
+        return evaluate_drafts(config, command)
     _check(config)
     caches = _caches(config)
-    assert config.text is not None  # checked above
     text = read_text(config.text)
     # Scores do not use the engine's own cache and mode: the content of each codec's cache is computed from keys and
     # values of the text. The answers to compare with are decoded by full attention.
@@ -91,12 +99,8 @@ def _run(config: EvaluateConfig, command: str) -> int:
 
 def _check(config: EvaluateConfig) -> None:
     """Refuse mistakes that can be found without the model."""
-    if config.text is None:
-        raise UserError("flags: --text: none given; give a .txt, .jsonl or .jsonl.xz file")
     if config.speculation.mode not in ("auto", "simulated"):
         raise UserError("flags: --speculation: evaluate is always simulated; leave it out")
-    if config.max_context is not None:
-        raise UserError("flags: --max-context: lengths come from --contexts; leave it out")
     if not (config.windows or config.recall or config.needles or config.records or config.answers):
         raise UserError("flags: nothing to measure; give one of --windows, --answers, --recall, --needles or --records")
     if config.baselines and not config.windows:
@@ -126,6 +130,8 @@ def _check_effects(config: EvaluateConfig) -> None:
         "norm_corrections": (has_norm, "only TurboQuant's codes have a norm; add a turboquant codec to --codecs"),
         "qjl": (has_keys, "only TurboQuant's keys have a sketch; add a turboquant codec to --codecs"),
         "value_quantisers": (has_values, "only for TurboQuant's values; add a turboquant or hybrid codec to --codecs"),
+        "draft_tokens": (False, "only --draft has drafts; give one of its drafters"),
+        "temperatures": (False, "only --draft generates at a temperature; give one of its drafters"),
         "depths": (config.needles > 0, "only needles have a depth; give --needles"),
         "predictor": (config.recall_counts is None, "--recall-counts names the numbers of blocks; add it there"),
     }

@@ -105,7 +105,7 @@ def _without_effect(config: GenerateConfig, is_batch: bool, mode: str) -> list[s
     notices = []
     if config.color and is_batch:
         notices.append("--color shades nothing: a batch is printed as JSON")
-    elif config.color and mode == "off":
+    elif config.color and mode == "off" and config.draft == "off":
         notices.append("--color shades nothing: nothing is speculated")
     elif config.color and not shows_color():
         notices.append("--color shades nothing: standard output is no terminal; FORCE_COLOR=1 shades all the same")
@@ -114,6 +114,8 @@ def _without_effect(config: GenerateConfig, is_batch: bool, mode: str) -> list[s
         notices.append(f"--answers gives the same answer {config.n} times: temperature 0 takes the most likely token")
     if config.logprobs is not None and config.json_file is None:
         notices.append("--logprobs without effect: they are written to the file of --json")
+    if config.draft == "off" and config.draft_tokens != GenerateConfig.model_fields["draft_tokens"].default:
+        notices.append("--draft-tokens without effect: --draft is off")
     if mode == "off":
         notices += speculation_without_effect(config, "use --speculation simulated, or paired on two ranks")
     return notices
@@ -141,7 +143,8 @@ def _summary(engine: Engine) -> dict[str, Any]:
     limit = stream_bandwidth(engine.device)
     gb_per_s = share = None
     # In a pair, the bytes that a rank reads depend on the verdicts: it skips the work of the other group.
-    if generation.step_us and engine.mode != "paired":
+    # A round reads its weights once for several tokens, and a draft model's, too.
+    if generation.step_us and engine.mode != "paired" and engine.config.draft == "off":
         seq_lens = mean_lengths(generation, goes_on=engine.is_fused)
         config = engine.config
         read = step_bytes(
@@ -152,6 +155,8 @@ def _summary(engine: Engine) -> dict[str, Any]:
     cuda = engine.device.type == "cuda"
     return summary | {
         "mode": engine.mode,
+        "draft": engine.config.draft,
+        "draft_tokens": engine.config.draft_tokens,
         "threshold": engine.config.speculation.threshold,
         "chunk_size": engine.config.speculation.chunk_size,
         "world_size": engine.placement.world_size,
@@ -185,11 +190,14 @@ def _everything(
     for request, entry in zip(generation.requests, requests, strict=True):
         if request.logprobs is not None:
             entry["logprobs"] = [asdict(each) for each in request.logprobs]
+        if config.draft != "off":
+            entry["drafted"] = [False, *request.drafted]  # the first token is the prompt's
     return {
         "requests": requests,
         "ttft_us": generation.prefill_us,
         "step_us": generation.step_us,
         "hit_map": [hits.int().tolist() for hits in generation.hits],
+        "rounds": generation.rounds,
         # JSON has no infinity: the settings hold such a threshold as text.
         "summary": summary | {"threshold": settings["speculation"]["threshold"]},
         "config": settings,

@@ -138,6 +138,8 @@ def _check(config: LatencyConfig) -> None:
         raise UserError("flags: --softmax: sas needs quantised caches; leave bf16 out of --codecs")
     if config.trace is not None and len(_configs(config)) > 1:
         raise UserError("flags: --trace: records one mode over one cache; give one value to --modes and to --codecs")
+    if config.draft != "off":
+        raise UserError("flags: --draft: latency measures plain steps; leave it out, or see launch/evaluate.py")
     for single in _configs(config):
         check_softmax(single)
     if config.speculation.mode not in ("auto", "off"):

@@ -9,6 +9,8 @@ The residual stream `x` is fp32 and replicated over the group. Every other activ
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -35,6 +37,7 @@ __all__ = [
     "Llama",
     "LlamaWeights",
     "Shard",
+    "linear_in_pairs",
     "load_weights",
     "pad_halves",
     "random_weights",
@@ -323,6 +326,15 @@ def _value_rows(qkv: Tensor, num_qo_heads: int, head_dim: int) -> Tensor:
     return heads[(len(heads) + num_qo_heads) // 2 :]
 
 
+def linear_in_pairs(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`F.linear`, two rows at a time: x [n, K], weight [N, K], bias [N] -> [n, N].
+
+    Libraries add in another order for another number of rows. Two rows on a CPU take the time of one.
+    """
+    pairs = F.pad(x, (0, 0, 0, len(x) % 2)).split(2)
+    return torch.cat([F.linear(pair, weight, bias) for pair in pairs])[: len(x)]
+
+
 class Group(Protocol):
     """Collectives of one tensor-parallel group."""
 
@@ -348,6 +360,7 @@ class Llama:
         self.config = config
         self.weights = weights
         self._group = group
+        self._linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear
         self.inv_freq = config.inv_freq().to(weights.embedding.device)
         # Factors of cosines and sines, or None; channels that are not rotated have none.
         self._rope_factors = None
@@ -375,6 +388,17 @@ class Llama:
             return False
         self.inv_freq.copy_(inv_freq)  # in place: captured steps read it
         return True
+
+    def for_decoding(self) -> Llama:
+        """Return this model for steps of few rows: on the CPU, the bits of a row do not depend on the other rows.
+
+        So rows of a round are those of plain steps to the last bit. It shares weights and rotary frequencies.
+        """
+        if self.inv_freq.device.type != "cpu":
+            return self
+        decoding = copy(self)
+        decoding._linear = linear_in_pairs
+        return decoding
 
     def first_layers(self, num_layers: int) -> Llama:
         """Return a model of the first `num_layers` layers (or all, if there are fewer) that shares these weights."""
@@ -411,7 +435,7 @@ class Llama:
         """
         weights, head_dim = self.weights.layers[layer], self.config.head_dim
         x, y = self._add_norm(x, partial, weights.input_norm, len(positions))
-        qkv = F.linear(y, weights.qkv, weights.qkv_bias).view(len(y), -1, head_dim)
+        qkv = self._linear(y, weights.qkv, weights.qkv_bias).view(len(y), -1, head_dim)
         num_kv_heads = (qkv.shape[1] - weights.o.shape[1] // head_dim) // 2
         cos, sin = rope_cos_sin(positions, self.inv_freq, self._rope_factors)
         norms = None
@@ -431,10 +455,11 @@ class Llama:
         """
         weights = self.weights.layers[layer]
         attn = attn_out.to(weights.o.dtype).flatten(1)
-        x, y = self._add_norm(x, F.linear(attn, weights.o, weights.o_bias), weights.post_norm, len(attn))
-        gate_up = F.linear(y, weights.gate_up, weights.gate_up_bias)
-        return x, F.linear(silu_mul(gate_up), weights.down, weights.down_bias)
+        x, y = self._add_norm(x, self._linear(attn, weights.o, weights.o_bias), weights.post_norm, len(attn))
+        gate_up = self._linear(y, weights.gate_up, weights.gate_up_bias)
+        return x, self._linear(silu_mul(gate_up), weights.down, weights.down_bias)
 
     def lm_head(self, x: Tensor) -> Tensor:
         """Final norm and this rank's vocabulary shard: x [n, hidden] fp32 -> [n, rows of the shard] fp32."""
-        return F.linear(rms_norm(x, self.weights.final_norm, self.config.rms_norm_eps), self.weights.lm_head).float()
+        y = rms_norm(x, self.weights.final_norm, self.config.rms_norm_eps)
+        return self._linear(y, self.weights.lm_head, None).float()

@@ -203,6 +203,22 @@ class DecodeAttention:
         self._launch(q, layer, seq_lens, None)
         return self._out
 
+    def full_rows(self, q: Tensor, layer: CacheLayer, seq_lens: Tensor) -> Tensor:
+        """Compute `A` for several rows of each request, each over the tokens up to its own: the bits of `full`.
+
+        Args:
+            q: [R, B, Hq, D].  layer: the cache of one layer, with the tokens of all rows.
+            seq_lens: [R, B] int32; over a quantised cache, the last tokens of a request's rows lie in one block of 64.
+        Returns:
+            [R, B, Hq, D] fp32.
+        """
+        if self._is_cuda:
+            return torch.stack([self.full(row, layer, n).clone() for row, n in zip(q, seq_lens, strict=True)])
+        # Rows of one block read the same records: the layer is dequantised once.
+        kv = _dense_kv(layer, seq_lens.amax(0))
+        rows = zip(q, seq_lens, strict=True)
+        return torch.stack([decode_attention(row, *kv, n, self._sm_scale, layer.softmax)[0] for row, n in rows])
+
     def predict(self, q: Tensor, layer: CacheLayer, seq_lens: Tensor, index: int = 0) -> Tensor:
         """Compute `A~` over sink, window and recalled blocks.
 

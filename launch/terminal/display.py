@@ -78,9 +78,9 @@ class Printer:
             self._texts[token.request] += token.text
             self._finish_reasons[token.request] = token.finish_reason
             self._print_finished()
-        elif self._color and token.hit_rate is not None:
+        elif self._color and (token.hit_rate is not None or token.is_draft):
             # Not through a rich console, which would wrap lines and change tabs and control characters.
-            sys.stdout.write(_shade(token.hit_rate).render(token.text))
+            sys.stdout.write(_shade(1.0 if token.hit_rate is None else token.hit_rate).render(token.text))
         else:
             sys.stdout.write(token.text)
         sys.stdout.flush()
@@ -124,7 +124,7 @@ def shows_color() -> bool:
 
 
 def _shade(hit_rate: float) -> Style:
-    """Return a colour from red (every layer rejected A~) to green (every layer accepted A~)."""
+    """Return a colour from red (every layer rejected A~) to green (every layer accepted A~, or an accepted draft)."""
     return Style(
         bgcolor=Color.from_rgb(200 * (1 - hit_rate), 60 + 80 * hit_rate, 60), color=Color.from_rgb(255, 255, 255)
     )
@@ -150,6 +150,8 @@ def print_turn(summary: dict[str, Any], note: str | None) -> None:
     parts.append(f"{new} tokens" if summary["tokens_per_s"] is None else f"{new} at {summary['tokens_per_s']:.1f}/s")
     if summary["hit_rate"] is not None:
         parts.append(f"hit rate {100 * summary['hit_rate']:.1f} %")
+    if summary["drafts"] is not None:
+        parts.append(f"{summary['drafts']['tokens_per_step']:.2f} tokens a step")
     line = "; ".join([*parts, note] if note else parts)
     Console(stderr=True, highlight=False, soft_wrap=True).print(f"[{line}]", style="dim", markup=False)
 
@@ -160,6 +162,17 @@ def _mode(summary: dict[str, Any]) -> list[str]:
     if summary["transport"] is not None:
         parts.append(summary["transport"])
     return [*parts, "captured graph"] if summary["cuda_graph"] else parts
+
+
+def _drafts(summary: dict[str, Any]) -> str:
+    """What became of drafts, as in `ngram, up to 2: 2.10 tokens a step; accepted 0/1/2 in 9/5/8 of 22 rounds`."""
+    drafts = summary["drafts"]
+    counts = drafts["accepted_histogram"]
+    text = f"{summary['draft']}, up to {summary['draft_tokens']}: {drafts['tokens_per_step']:.2f} tokens a step"
+    if not drafts["rounds"]:
+        return f"{text}; no drafts"
+    numbers, times = "/".join(map(str, range(len(counts)))), "/".join(map(str, counts))
+    return f"{text}; accepted {numbers} in {times} of {drafts['rounds']} rounds"
 
 
 def _rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
@@ -184,6 +197,8 @@ def _rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append(("hit rate", "- (in so short a text sink and window are everything: A~ cannot miss)"))
     if summary["weights"] != summary["dtype"]:
         rows.append(("weights", summary["weights"]))
+    if summary["drafts"] is not None:
+        rows.append(("drafts", _drafts(summary)))
     memory = summary["memory"]
     rows.append(
         (

@@ -107,7 +107,7 @@ def _leaves(schema: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[tup
 
 def _flag(path: tuple[str, ...], field: FieldInfo) -> str:
     extra = field.json_schema_extra
-    name = extra["flag"] if isinstance(extra, dict) else path[-1]
+    name = extra.get("flag", path[-1]) if isinstance(extra, dict) else path[-1]
     return "--" + str(name).replace("_", "-")
 
 
@@ -122,7 +122,9 @@ def _add_flags(parser: argparse.ArgumentParser, schema: type[BaseModel]) -> None
         elif field.default == ():
             options |= {"action": "append", "metavar": "TEXT"}
         else:
-            options["metavar"] = "|".join(_choices(field.annotation)) or path[-1].upper()
+            extra = field.json_schema_extra
+            own = extra.get("metavar") if isinstance(extra, dict) else None
+            options["metavar"] = own or "|".join(_choices(field.annotation)) or path[-1].upper()
         parser.add_argument(_flag(path, field), **options)
 
 
@@ -291,6 +293,8 @@ def speculation_without_effect(config: EngineConfig, advice: str) -> list[str]:
         "predictor": "predictor",
         "recall_blocks": "recall-blocks",
     }
+    if config.draft == "self":  # whose drafts are made by the predictor
+        flags = {"threshold": "threshold"}
     given = [f"--{flag}" for name, flag in flags.items() if getattr(own, name) != getattr(default, name)]
     if not given:
         return []

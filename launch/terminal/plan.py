@@ -15,6 +15,8 @@ from alspec.models.checkpoint.source import model_config
 from alspec.models.llama import Shard
 from alspec.models.llama_config import LlamaConfig
 from alspec.runtime.cache.codecs import bytes_per_token, check_codec, check_window, fit_heads, kept_tokens
+from alspec.runtime.engine.composition import recalled_blocks
+from alspec.runtime.engine.drafting import check_rings, draft_model_config, round_size
 from alspec.runtime.engine.memory import DTYPES, GIB, check_max_context, plan_memory
 from alspec.runtime.profiling.stats import step_bytes
 
@@ -102,10 +104,15 @@ def print_plan(config: GenerateConfig) -> None:
     check_window(config.kv_cache, "off", model, context)
     weights = model.weights_name(config.dtype or model.dtype)
     weights = weights if model.quantisation is None else f"weights {weights}"
+    draft_model = draft_model_config(config)
+    rounds = round_size(config, draft_model)
+    check_rings(config, model, draft_model, context)
     table = Table(
         title=f"{context} tokens, {weights}, cache {cache_name(config)}; captured step over peer "
         f"memory on H200s, {STREAM_BYTES_PER_S / 1e12:.1f} TB/s, paired at a hit rate of {PREDICTED_HIT_RATE:.2f}",
-        caption=_what_speculation_changes(config.speculation.threshold, model.num_layers),
+        caption=_what_speculation_changes(config.speculation.threshold, model.num_layers)
+        if rounds is None
+        else f"memory with --draft {config.draft}, latency of plain steps",
     )
     for name in ("ranks", "mode", "T", "weights GiB", "cache GiB", "buffers GiB", "ms/token", "against off"):
         table.add_column(name, justify="left" if name == "mode" else "right")
@@ -116,13 +123,15 @@ def print_plan(config: GenerateConfig) -> None:
             tp_size = world_size // num_groups
             if world_size % num_groups or tp_size not in model.valid_tp_sizes:
                 continue
-            if mode == "paired" and model.window_below(context):
+            if mode == "paired" and (model.window_below(context) or rounds is not None):
+                continue
+            if draft_model is not None and tp_size not in draft_model.valid_tp_sizes:
                 continue
             if config.kv_cache == "turbo-mixed" and tp_size >= model.num_kv_heads:
                 continue  # a rank would have one KV head; turbo-mixed needs two
             codec, protect, shard = config.kv_cache, config.kv_protect, Shard(0, tp_size, 0, world_size)
-            recalled = config.speculation.recalled if mode == "paired" else 0
-            plan = plan_memory(model, shard, dtype, 1, context, codec, "cuda", protect, recalled)
+            recalled = recalled_blocks(config, mode)
+            plan = plan_memory(model, shard, dtype, 1, context, codec, "cuda", protect, recalled, rounds)
             costs = step_costs(model, world_size, num_groups, dtype, context, codec, protect)
             step_us = tp_step_us(costs) if mode == "off" else speculative_step_us(costs, PREDICTED_HIT_RATE)
             off_us = step_us if mode == "off" else off_us

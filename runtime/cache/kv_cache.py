@@ -98,8 +98,17 @@ class KVCache:
     def cut(self, request: int, num_tokens: int) -> None:
         """Cut a request back to its first `num_tokens` tokens, a number that `keepable` returned: do nothing."""
 
-    def append(self, layer: int, k: Tensor, v: Tensor, seq_lens: Tensor) -> None:
-        """Store one new token of each request: k, v [B, Hkv, D]; seq_lens [B] integers, including the new token."""
+    def commit(self, seq_lens: Tensor) -> None:
+        """Do nothing: appended tokens stay where they are."""
+
+    def append(self, layer: int, k: Tensor, v: Tensor, seq_lens: Tensor, is_final: bool = True) -> None:
+        """Store one new token of each request.
+
+        Args:
+            k, v: [B, Hkv, D].  seq_lens: [B] integers, including the new token.
+            is_final: False for a draft, which a later append to the same place may replace; `commit` then follows when
+                the tokens are accepted.
+        """
         positions = seq_lens - 1
         requests = torch.arange(self.batch_size, device=positions.device)
         self.k[layer, requests, :, positions] = k.to(self.k.dtype)

@@ -65,10 +65,14 @@ class ProtectedCache:
         """As `QuantisedCache.compact`."""
         self._quantised.compact(seq_lens)
 
-    def append(self, layer: int, k: Tensor, v: Tensor, seq_lens: Tensor) -> None:
+    def commit(self, seq_lens: Tensor) -> None:
+        """As `QuantisedCache.commit`."""
+        self._quantised.commit(seq_lens)
+
+    def append(self, layer: int, k: Tensor, v: Tensor, seq_lens: Tensor, is_final: bool = True) -> None:
         """As `KVCache.append`."""
         cache, index = self._at(layer)
-        cache.append(index, k, v, seq_lens)
+        cache.append(index, k, v, seq_lens, is_final)
 
     def write_prefill(self, layer: int, request: int, start: int, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         """As `KVCache.write_prefill`, or as `QuantisedCache.write_prefill`."""

@@ -134,12 +134,26 @@ class QuantisedCache:
         """Make records of full tails, on a GPU; seq_lens [B] int32, including the new token. Graph-safe."""
         kv_compact(self._all, seq_lens)
 
-    def append(self, layer: int, k: Tensor, v: Tensor, seq_lens: Tensor) -> None:
-        """Store one new token of each request: k, v [B, H, D]; seq_lens [B] int32, including the new token."""
+    def commit(self, seq_lens: Tensor) -> None:
+        """Make records of full tails after drafts; seq_lens [B] int32: tokens of each request without rejected ones."""
+        if self.device.type == "cuda":
+            kv_compact(self._all, seq_lens)
+        else:
+            kv_compact_ref(self._all, seq_lens)
+
+    def append(self, layer: int, k: Tensor, v: Tensor, seq_lens: Tensor, is_final: bool = True) -> None:
+        """Store one new token of each request in the tail; make a record of a tail that is then full.
+
+        Args:
+            k, v: [B, H, D].  seq_lens: [B] int32, including the new token.
+            is_final: as for `KVCache.append`. Drafts make no record, and none lies in a later block than the first one:
+                its place in the tail would be that of a token that is still read.
+        """
         is_cuda, cache_layer = self.device.type == "cuda", self._layers[layer]
         write, compact = (kv_append, kv_compact) if is_cuda else (kv_append_ref, kv_compact_ref)
         write(k, v, cache_layer, seq_lens)
-        compact(cache_layer, seq_lens)
+        if is_final:
+            compact(cache_layer, seq_lens)
 
     def write_prefill(
         self, layer: int, request: int, start: int, k: Tensor, v: Tensor

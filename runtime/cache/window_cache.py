@@ -74,8 +74,12 @@ class WindowCache:
     def compact(self, seq_lens: Tensor) -> None:
         """Do nothing: appended tokens stay where they are."""
 
-    def append(self, layer: int, k: Tensor, v: Tensor, seq_lens: Tensor) -> None:
-        """As `KVCache.append`."""
+    def commit(self, seq_lens: Tensor) -> None:
+        """Do nothing: appended tokens stay where they are."""
+
+    def append(self, layer: int, k: Tensor, v: Tensor, seq_lens: Tensor, is_final: bool = True) -> None:
+        """As `KVCache.append`, without drafts: in a ring they would replace tokens that are still read."""
+        assert is_final, "a ring takes no drafts"
         is_ring, index = self._places[layer]
         if is_ring:
             self._rings.append(index, k, v, (seq_lens - 1) % self.window + 1)

@@ -134,11 +134,15 @@ class CapturedStep:
         return 0
 
     def begin(
-        self, token_ids: list[int], seq_lens: list[int], seen: Tensor | None = None, after_prompts: bool = False
+        self,
+        token_ids: list[int],
+        seq_lens: list[int],
+        seen: Tensor | None = None,
+        prompts: Sequence[Sequence[int]] | None = None,
     ) -> None:
         """Set tokens and lengths, and drop steps in flight. See `DecodeStep.begin`."""
         self._decoder.begin(token_ids, seq_lens)
-        if after_prompts and self.prompt_queries is not None:
+        if prompts is not None and self.prompt_queries is not None:
             self._choose_first_lists(self.prompt_queries)
         self._choice.begin(seen)
         # Drop the steps of the previous generation that were launched ahead and not read.
@@ -193,7 +197,7 @@ class CapturedStep:
         first_us = (time.perf_counter() - self._begun_s) * 1e6
         step_us = (clock_ns - self._last_clock_ns) / 1e3 if self._last_clock_ns else first_us
         self._last_clock_ns = clock_ns
-        return StepRecord(token_ids, hits, step_us, fault, logprobs)
+        return StepRecord([[token] for token in token_ids], hits, step_us, fault, logprobs)
 
     def _set_live(self, live: list[bool]) -> None:
         if live != self._live:

@@ -1,8 +1,8 @@
-"""The interface through which the engine runs decode steps, eager or captured.
+"""The interface through which the engine runs decode steps, eager or captured, one token or several at a time.
 
 step.prepare(sampling, kept)        compile, and capture a graph
 step.begin(token_ids, seq_lens)     set each request's newest token, and its length with this token
-record = step.step(remaining)       one more token for each request
+record = step.step(remaining)       one more token for each request; a round (rounds/round_step.py) gives one or more
 step.release()                      destroy the graph, before its buffers are freed
 """
 
@@ -24,11 +24,14 @@ __all__ = ["DecodeStep", "StepRecord"]
 class StepRecord:
     """Results of one step on the host."""
 
-    token_ids: list[int]
+    token_ids: list[list[int]]  # the new tokens of each request, in order; one, or those that a round emits
     hits: Tensor | None  # [L, B] bool: each request's verdict in each layer; None without speculation
     step_us: float  # from the end of the previous step to the end of this one; for the first step, from `begin`
     fault: int  # 0, or a fault word (kernels/comm/ll_packets.py)
-    logprobs: Logprobs | None = None  # of the chosen tokens and the most likely ones, if `prepare` asked for them
+    # A row for each new token, request after request: its own, then the most likely ones; if `prepare` asked for them.
+    logprobs: Logprobs | None = None
+    # Number of drafts for each request; all of its tokens but the last are accepted ones. None: the step never drafts.
+    drafts: list[int] | None = None
 
 
 class DecodeStep(Protocol):
@@ -72,21 +75,25 @@ class DecodeStep(Protocol):
         """
 
     def begin(
-        self, token_ids: list[int], seq_lens: list[int], seen: Tensor | None = None, after_prompts: bool = False
+        self,
+        token_ids: list[int],
+        seq_lens: list[int],
+        seen: Tensor | None = None,
+        prompts: Sequence[Sequence[int]] | None = None,
     ) -> None:
         """Set each request's newest token, and its length with this token.
 
         Args:
             seen: [B, V] int32, the tokens of the prompts, for penalties; see `tokens_seen`. The step may change it.
-            after_prompts: the newest tokens follow prompts, whose last queries are in `prompt_queries`: they choose the
-                first recall lists. Otherwise no block is recalled in the first step.
+            prompts: the tokens before the newest one, for drafts. Their last queries are in `prompt_queries`, and
+                choose the first recall lists. Default: not known; the first step recalls no block.
         """
 
     def step(self, remaining: int, live: list[bool] | None = None) -> StepRecord:
-        """Decode one token for each request.
+        """Decode one token for each request, or more.
 
         Args:
-            remaining: steps that may still follow, this one included.
+            remaining: most tokens that a request still needs, so that so many steps may follow, this one included.
             live: [B], requests that are still generating; only these count in verdicts. None: all requests.
         """
 

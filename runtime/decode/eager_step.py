@@ -111,7 +111,7 @@ class EagerStep:
         speculation: SpeculationConfig,
         operation: OperationHook,
     ) -> None:
-        self._model = model
+        self._model = model.for_decoding()
         self._cache = cache
         self._transport = transport
         self.threshold = speculation.threshold
@@ -168,7 +168,11 @@ class EagerStep:
         return 0
 
     def begin(
-        self, token_ids: list[int], seq_lens: list[int], seen: Tensor | None = None, after_prompts: bool = False
+        self,
+        token_ids: list[int],
+        seq_lens: list[int],
+        seen: Tensor | None = None,
+        prompts: Sequence[Sequence[int]] | None = None,
     ) -> None:
         """Set tokens and lengths, and make group 0 the first sender. See `DecodeStep.begin`."""
         self._token_ids, self._seq_lens = list(token_ids), list(seq_lens)
@@ -179,7 +183,7 @@ class EagerStep:
         self._steps = 0
         if self._recall is not None:
             self._recall.lists.fill_(-1)
-            if after_prompts:
+            if prompts is not None:
                 assert self.prompt_queries is not None
                 prompts = torch.tensor(seq_lens, dtype=torch.int32, device=self._cache.device) - 1
                 self._attention.recall_prompts(self.prompt_queries, prompts)
@@ -208,7 +212,8 @@ class EagerStep:
         )
         self._token_ids = [new if on else old for new, old, on in zip(chosen, self._token_ids, live, strict=True)]
         self._seq_lens = [length + on for length, on in zip(self._seq_lens, live, strict=True)]
-        return StepRecord(self._token_ids, result.hits, (time.perf_counter() - started) * 1e6, 0, logprobs)
+        tokens = [[token] for token in self._token_ids]
+        return StepRecord(tokens, result.hits, (time.perf_counter() - started) * 1e6, 0, logprobs)
 
     def catch_up(self, launched: int) -> None:
         """Do nothing: no eager step is ever in flight. See `DecodeStep.catch_up`."""

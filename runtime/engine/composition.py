@@ -39,7 +39,15 @@ from alspec.runtime.distributed.placement import (
 from alspec.runtime.distributed.transport import Transport
 from alspec.runtime.engine.memory import DTYPES
 
-__all__ = ["Choices", "build_cache", "build_captured_step", "build_decode_step", "choose", "find_peer_memory"]
+__all__ = [
+    "Choices",
+    "build_cache",
+    "build_captured_step",
+    "build_decode_step",
+    "choose",
+    "find_peer_memory",
+    "recalled_blocks",
+]
 
 
 @dataclass(frozen=True)
@@ -77,13 +85,17 @@ def choose(config: EngineConfig, model: LlamaConfig, has_trace: bool) -> Choices
     device, backend, notice = choose_device(config, placement)
     check_head_dim(model, device)
     notices = [notice] if notice else []
+    if config.draft != "off":
+        _check_rounds(config, mode)
     if mode == "paired" and config.speculation.mode == "auto":
         notices.append(
             f"speculation: a pair, because heads do not divide over {placement.world_size} ranks; A~ within lambda "
             f"{config.speculation.threshold:g} is accepted (threshold 0 accepts none)"
         )
-    has_fused_step = device.type == "cuda" and mode in ("off", "paired")
-    if device.type == "cuda" and not has_fused_step:
+    has_fused_step = device.type == "cuda" and mode in ("off", "paired") and config.draft == "off"
+    if device.type == "cuda" and config.draft != "off":
+        notices.append("draft: operations of rounds are launched one by one; captured steps serve --draft off")
+    elif device.type == "cuda" and not has_fused_step:
         notices.append(f"{mode}: operations are launched one by one; captured steps serve off and paired")
     candidates = peer_memory_candidates(config, mode, placement.world_size, has_fused_step)
     uses_graph = choose_graph(config, mode, device, has_fused_step, has_trace)
@@ -91,6 +103,26 @@ def choose(config: EngineConfig, model: LlamaConfig, has_trace: bool) -> Choices
         notices.append("operations are launched one by one, because --trace times each of them")
     dtype_name = config.dtype or (model.dtype if device.type == "cuda" else "fp32")
     return Choices(mode, placement, device, backend, dtype_name, has_fused_step, uses_graph, candidates, notices)
+
+
+def _check_rounds(config: EngineConfig, mode: str) -> None:
+    """Refuse what does not go together with drafts.
+
+    Raises:
+        UserError: attention-level speculation, a captured step, or the packets of its kernels.
+    """
+    if mode != "off":
+        raise UserError(
+            f"draft: {config.draft} needs --speculation off, found {mode}; drafts keep the text, an accepted A~ may not"
+        )
+    for name, value in (("cuda_graph", "on"), ("transport", "symm"), ("transport", "host")):
+        if getattr(config, name) == value:
+            raise UserError(f"{name}: {value} is not available with --draft; use auto, or --draft off")
+
+
+def recalled_blocks(config: EngineConfig, mode: str) -> int:
+    """Blocks that `A~` recalls in a mode; 0 if nothing reads `A~`."""
+    return config.speculation.recalled if mode != "off" or config.draft == "self" else 0
 
 
 def find_peer_memory(choices: Choices, requested: str, transport: Transport) -> tuple[PeerMemory | None, list[str]]:

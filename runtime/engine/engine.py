@@ -24,31 +24,31 @@ from alspec.kernels.kv_codec.formats import rotates_values
 from alspec.kernels.kv_codec.turboquant.rotation import rotation
 from alspec.kernels.sampling.adjustment import tokens_seen
 from alspec.kernels.sampling.logprobs import Logprobs
-from alspec.models.checkpoint.source import model_config, model_files, model_path, notices_of_model, open_tokenizer
+from alspec.models.checkpoint.source import model_config, open_tokenizer
 from alspec.models.llama import Llama, rotate_values
 from alspec.models.tokenizer.tokenizer import Prompt, Tokenizer, encode_prompts, prompts_of, spelled
 from alspec.runtime.cache.codecs import Cache, check_window, fit_heads
 from alspec.runtime.decode.decode_step import DecodeStep, StepRecord
 from alspec.runtime.decode.eager_step import choose_tokens
-from alspec.runtime.distributed.agreement import Agreement, fingerprint, shared_settings
+from alspec.runtime.distributed.agreement import Agreement
 from alspec.runtime.distributed.placement import PeerMemory
 from alspec.runtime.distributed.transport import TIMEOUT, Transport, connect_store
-from alspec.runtime.engine.composition import build_cache, build_decode_step, choose, find_peer_memory
+from alspec.runtime.engine.composition import build_cache, build_decode_step, choose, find_peer_memory, recalled_blocks
+from alspec.runtime.engine.drafting import Drafting, check_rings
 from alspec.runtime.engine.generation import (
     Completion,
     Generation,
-    IdDecoder,
-    Request,
     SamplingT,
     Token,
     check_prompts,
     check_sampling,
     fit_new_tokens,
     max_total_tokens,
+    requests_of,
     rows_of,
 )
 from alspec.runtime.engine.kept_prefix import KeptPrefix
-from alspec.runtime.engine.loading import notices_of_weights, open_model, read_weights, take_device, warm_up
+from alspec.runtime.engine.loading import agreed_settings, model_notices, open_model, read_weights, take_device, warm_up
 from alspec.runtime.engine.memory import MemoryPlan, available_bytes, check_fits, check_max_context
 from alspec.runtime.engine.prompt_pass import process_prompts
 from alspec.runtime.faults.bad_steps import fault_error
@@ -82,10 +82,11 @@ class Engine:
         self.checkpoint, self.tokenizer = open_model(config, self.model_config)
         check_max_context(config.max_context, self.model_config)
         self._choices = choose(config, self.model_config, trace)
+        self._drafting = Drafting.open(config, self.model_config, self.tokenizer, self._choices)
         self.mode, self.placement, self.device = self._choices.mode, self._choices.placement, self._choices.device
         self.dtype, self.dtype_name = self._choices.dtype, self._choices.dtype_name
-        weights = notices_of_weights(self.checkpoint, self.model_config, self.dtype_name)
-        self.notices = [*notices_of_model(config), *weights, *self._choices.notices]  # choices a user may not expect
+        about_model = model_notices(config, self.checkpoint, self.model_config, self.dtype_name)
+        self.notices = [*about_model, *self._choices.notices]  # choices a user may not expect
         self._has_warned = False  # `stream` shows them once; commands print them
         # Engines of one process have keys of their own; ranks create them in the same order.
         job = f"alspec-{next(_JOBS)}"
@@ -159,8 +160,14 @@ class Engine:
         """Return the tokens that the cache must hold for these rows, see `rows_of`; refuse too long prompts."""
         needed = check_prompts(prompts, max_new_tokens, self.config, self.model_config)
         context = self.config.max_context or needed
-        check_window(self.config.kv_cache, self.mode, self.model_config, context)
+        self._check_context(context)
         return context
+
+    def _check_context(self, context: int) -> None:
+        """Refuse a context that is longer than a sliding window, if codec, mode or drafts cannot serve it."""
+        check_window(self.config.kv_cache, self.mode, self.model_config, context)
+        if self._drafting is not None:
+            check_rings(self.config, self.model_config, self._drafting.model_config, context)
 
     def load(self, batch_size: int, max_context: int) -> None:
         """Take memory: connect the ranks, read this rank's weights, allocate the cache.
@@ -174,13 +181,15 @@ class Engine:
         """
         with self._lock:
             self._refuse_closed()
-            check_window(self.config.kv_cache, self.mode, self.model_config, max_context)
+            self._check_context(max_context)
             self._load(batch_size, max_context)
 
     def _load(self, batch_size: int, max_context: int) -> None:
         self._owner = 0
         config, placement = self.model_config, self.placement
         held = self._weights_bytes + (self.cache.num_bytes if "cache" in vars(self) else 0)
+        if self.memory is not None:  # a draft model's cache, too
+            held = self._weights_bytes + self.memory.cache_bytes
         self.heartbeat.start(self._release)
         with self.heartbeat.waiting("load"):
             self._catch_up(self.agreement.exchange)
@@ -190,7 +199,8 @@ class Engine:
         codec = self.config.kv_cache
         memory = check_fits(
             config, placement.shard, self.dtype, batch_size, max_context, available, codec, self.device.type,
-            self.config.kv_protect, self.config.speculation.recalled if self.mode != "off" else 0,
+            self.config.kv_protect, recalled_blocks(self.config, self.mode),
+            None if self._drafting is None else self._drafting.size,
         )  # fmt: skip
         if "cache" in vars(self):
             # Free the graph, then the cache that it refers to, before the new cache is allocated.
@@ -208,10 +218,13 @@ class Engine:
         notice = f"{batch_size} requests: operations are launched one by one; captured steps serve up to {MAX_BATCH}"
         if self._choices.has_fused_step and batch_size > MAX_BATCH and notice not in self.notices:
             self.notices.append(notice)
-        self.decode_step = build_decode_step(
-            self._choices, self.config.speculation, self.model, self.cache, self.connected(), self._peer_memory,
-            self._step_operation,
-        )  # fmt: skip
+        parts = self.model, self.cache, self.connected()
+        if self._drafting is not None:
+            self.decode_step = self._drafting.build_step(*parts, self._step_operation)
+        else:
+            self.decode_step = build_decode_step(
+                self._choices, self.config.speculation, *parts, self._peer_memory, self._step_operation
+            )
         self.memory = memory
         if not self._is_warm:
             warm_up(self.model, self.cache, self.connected(), self._operation)
@@ -239,7 +252,7 @@ class Engine:
                 "engine: torch.distributed is in use in this process; close the other engine first, or end your own "
                 "process group: several ranks have one at a time"
             )
-        self._check_agreement()
+        self.agreement.require_same(agreed_settings(self.config, config, self._choices))
         self.heartbeat.mark(0, LOADING, -1)
         take_device(self.device, placement)
         weights = read_weights(self.checkpoint, config, placement, self.dtype, self.device)
@@ -254,16 +267,8 @@ class Engine:
             raise
         self.notices += notices
         self.model = Llama(config, weights, self.transport)
-
-    def _check_agreement(self) -> None:
-        """Ranks on different hosts may be configured, and choose, differently: refuse that."""
-        candidates = self._choices.candidates
-        chosen: dict[str, Any] = {"resolved transport": candidates[0] if candidates else self._choices.backend}
-        chosen |= {"resolved mode": self.mode, "resolved dtype": self.dtype_name}
-        chosen |= {f"the model's {name}": value for name, value in self.model_config.model_dump(mode="json").items()}
-        if self.checkpoint is not None and self._store is not None:
-            chosen |= {"the model's files (fingerprint)": fingerprint(model_files(model_path(self.config)))}
-        self.agreement.require_same(shared_settings(self.config) | chosen)
+        if self._drafting is not None:
+            self._drafting.load(self.transport)
 
     def connected(self) -> Transport:
         """The transport. Call `load` first."""
@@ -369,7 +374,8 @@ class Engine:
             of_ranks = map(json.loads, self.agreement.exchange(json.dumps(self._kept.reusable(prompts))))
             reused = [min(of_request) for of_request in zip(*of_ranks, strict=True)]
             reused = [reused[row - row % sampling.n] for row in range(batch_size)]  # other answers are copied
-        made = Generation(self._requests(prompts, sampling), num_answers=sampling.n, reused_tokens=reused)
+        requests = requests_of(prompts, sampling, self.tokenizer, self.model_config)
+        made = Generation(requests, num_answers=sampling.n, reused_tokens=reused)
         number = self._own(made)
         return number, sampling, [notice] if notice else []
 
@@ -379,14 +385,6 @@ class Engine:
         self._generations += 1
         self._owner = self._generations
         return self._generations
-
-    def _requests(self, prompts: list[list[int]], sampling: SamplingConfig) -> list[Request]:
-        stop_ids = list(sampling.stop_ids or ())
-        if self.tokenizer is None:
-            return [Request(ids, IdDecoder(), sampling, self.model_config.eos_token_ids, stop_ids) for ids in prompts]
-        eos, decoder = self.tokenizer.eos_token_ids, self.tokenizer.stream_decoder
-        stop_ids += [each for each in map(self.tokenizer.special_token_id, sampling.stop) if each is not None]
-        return [Request(ids, decoder(ids), sampling, eos, stop_ids) for ids in prompts]
 
     def _generate(
         self,
@@ -403,29 +401,26 @@ class Engine:
             for row, num_tokens in enumerate(kept):
                 self._kept.cut(row, num_tokens)
             self._prepare(sampling, kept)
-            seen = None
-            if sampling.penalises:
-                prompts = [request.prompt_ids for request in generation.requests]
-                seen = tokens_seen(prompts, self.model_config.vocab_size, self.device)
+            prompts = [request.prompt_ids for request in generation.requests]
+            seen = tokens_seen(prompts, self.model_config.vocab_size, self.device) if sampling.penalises else None
             tokens, logprobs = self._prefill(generation, sampling, seen, progress)
-        for token in generation.push(tokens, None, chunk_size, logprobs):
+        for token in generation.push([[token] for token in tokens], None, chunk_size, logprobs):
             yield token
             self._check_running(number)
-        num_steps = sampling.max_new_tokens - 1
         if any(generation.live):
             with self._running(number):
-                self._begin_steps(tokens, generation.seq_lens, seen, after_prompts=True)
+                self._begin_steps(tokens, generation.seq_lens, seen, prompts)
         while any(generation.live):
             with self._running(number):
                 self._mark_step()
                 assert self.decode_step is not None
-                record = self.decode_step.step(num_steps - self._step + 1, generation.live)
+                record = self.decode_step.step(generation.remaining, generation.live)
                 self._raise_fault(record.fault)
             for index, request in enumerate(generation.requests):
                 if request.live:
-                    self._kept.appended(index, request.token_ids[-1])
+                    self._kept.appended(index, [request.token_ids[-1], *record.token_ids[index][:-1]])
             generation.step_us.append(record.step_us)
-            for token in generation.push(record.token_ids, record.hits, chunk_size, record.logprobs):
+            for token in generation.push(record.token_ids, record.hits, chunk_size, record.logprobs, record.drafts):
                 yield token
                 self._check_running(number)
 
@@ -512,12 +507,16 @@ class Engine:
             yield record
 
     def _begin_steps(
-        self, token_ids: list[int], seq_lens: list[int], seen: Tensor | None = None, after_prompts: bool = False
+        self,
+        token_ids: list[int],
+        seq_lens: list[int],
+        seen: Tensor | None = None,
+        prompts: list[list[int]] | None = None,
     ) -> None:
         assert self.decode_step is not None
         self._attempts += 1
         self._step = 0
-        self.decode_step.begin(token_ids, seq_lens, seen, after_prompts)
+        self.decode_step.begin(token_ids, seq_lens, seen, prompts)
 
     def _mark_step(self) -> None:
         self._step += 1
@@ -594,6 +593,8 @@ class Engine:
         self.decode_step = self.memory = None
         for name in ("model", "cache", "_kept"):
             vars(self).pop(name, None)
+        if self._drafting is not None:
+            self._drafting.model = None
         self._weights_bytes = 0
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -13,6 +13,7 @@ from alspec.errors import UserError, show
 from alspec.kernels.common.limits import MAX_BATCH
 from alspec.kernels.sampling.logprobs import Logprobs
 from alspec.models.llama_config import LlamaConfig
+from alspec.models.tokenizer.tokenizer import Tokenizer
 from alspec.predictor import first_lossy_length
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "check_sampling",
     "fit_new_tokens",
     "max_total_tokens",
+    "requests_of",
     "rows_of",
 ]
 
@@ -74,6 +76,7 @@ class Token:
     hit_rate: float | None
     finish_reason: str | None  # 'eos', 'stop' or 'length' on the last token of a request
     logprobs: TokenLogprobs | None = None  # if the settings ask for them
+    is_draft: bool | None = None  # a draft that was accepted; None if nothing is drafted
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,7 @@ class Request:
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] | None = None if sampling.logprobs is None else []
         self.hit_rates: list[float] = []  # of the tokens that have one
+        self.drafted: list[bool] = []  # which tokens behind the first were drafts; empty if nothing is drafted
         self.text = ""
         self.finish_reason: str | None = None
         self._decoder = decoder
@@ -121,6 +125,11 @@ class Request:
     def seq_len(self) -> int:
         """Tokens of prompt and answer."""
         return len(self.prompt_ids) + len(self.token_ids)
+
+    @property
+    def remaining(self) -> int:
+        """Tokens until `max_new_tokens`."""
+        return self._sampling.max_new_tokens - len(self.token_ids)
 
     def push(self, token_id: int) -> str:
         """Add the next token; returns the text that may be printed now."""
@@ -165,6 +174,8 @@ class Generation:
     # Times of all decode steps. The host times eager steps and the first step; the device times the others.
     step_us: list[float] = field(default_factory=list)
     hits: list[Tensor] = field(default_factory=list)  # every decode step: [L, B] bool
+    # With drafts, every decode step: (drafts, accepted ones) of each request that was live.
+    rounds: list[list[tuple[int, int]]] = field(default_factory=list)
     num_answers: int = 1  # to each prompt; they lie side by side
     # Tokens of each prompt that the cache still held, default none: prefill begins behind them.
     reused_tokens: list[int] = field(default_factory=list)
@@ -183,30 +194,58 @@ class Generation:
         return [request.seq_len for request in self.requests]
 
     def push(
-        self, token_ids: list[int], hits: Tensor | None, chunk_size: int, logprobs: Logprobs | None = None
+        self,
+        token_ids: list[list[int]],
+        hits: Tensor | None,
+        chunk_size: int,
+        logprobs: Logprobs | None = None,
+        drafts: list[int] | None = None,
     ) -> Iterator[Token]:
-        """Add each request's next token, and its step's verdicts and log probabilities, if any.
+        """Add each request's next tokens, and what their step measured.
 
-        Yields the tokens of live requests.
+        Yields the tokens of live requests. A token that ends its request is the last: those behind it are dropped.
 
         Args:
+            token_ids: of each request, in order; see `StepRecord`.
             hits: [L, B] bool.  chunk_size: S.
+            logprobs: of all tokens, request after request.  drafts: proposed to each request.
         """
         if hits is not None:
             self.hits.append(hits)
+        if drafts is not None:
+            rounds = zip(self.requests, drafts, token_ids, strict=True)
+            self.rounds.append([(count, len(ids) - 1) for request, count, ids in rounds if request.live])
         shortest = first_lossy_length(chunk_size)
-        for index, (request, token_id) in enumerate(zip(self.requests, token_ids, strict=True)):
-            if request.live:
+        row = 0
+        for index, (request, ids) in enumerate(zip(self.requests, token_ids, strict=True)):
+            for place, token_id in enumerate(ids):
+                if not request.live:
+                    break
                 hit_rate = None
                 if hits is not None and request.seq_len >= shortest:
                     hit_rate = float(hits[:, index].float().mean())
                     request.hit_rates.append(hit_rate)
-                text, own = request.push(token_id), None
+                text, own, is_draft = request.push(token_id), None, None
                 if logprobs is not None and request.logprobs is not None:
-                    logprob, *top = logprobs.values[index].tolist()
-                    own = TokenLogprobs(logprob, list(zip(logprobs.token_ids[index, 1:].tolist(), top, strict=True)))
+                    own = _token_logprobs(logprobs, row + place)
                     request.logprobs.append(own)
-                yield Token(index, token_id, text, hit_rate, request.finish_reason, own)
+                if drafts is not None:
+                    is_draft = place < len(ids) - 1
+                    request.drafted.append(is_draft)
+                yield Token(index, token_id, text, hit_rate, request.finish_reason, own, is_draft)
+            row += len(ids)
+
+    @property
+    def remaining(self) -> int:
+        """Most tokens that a live request still needs."""
+        return max((request.remaining for request in self.requests if request.live), default=0)
+
+    @property
+    def tokens_of_steps(self) -> list[float]:
+        """Tokens that each decode step gave a live request, mean over the requests: 1 without drafts."""
+        if not self.rounds:
+            return [1.0] * len(self.step_us)
+        return [sum(accepted + 1 for _, accepted in step) / len(step) for step in self.rounds]
 
     def completions(self) -> list[Completion]:
         """What each request has generated so far."""
@@ -221,6 +260,11 @@ class Generation:
             )
             for each in self.requests
         ]
+
+
+def _token_logprobs(logprobs: Logprobs, row: int) -> TokenLogprobs:
+    logprob, *top = logprobs.values[row].tolist()
+    return TokenLogprobs(logprob, list(zip(logprobs.token_ids[row, 1:].tolist(), top, strict=True)))
 
 
 def max_total_tokens(config: EngineConfig, model: LlamaConfig) -> int:
@@ -245,6 +289,18 @@ def fit_new_tokens(
         f"max_new_tokens: {limit - longest} instead of {default}, the default: the prompt has {longest} tokens, "
         f"{name} is {limit}"
     )
+
+
+def requests_of(
+    prompts: list[list[int]], sampling: SamplingConfig, tokenizer: Tokenizer | None, model: LlamaConfig
+) -> list[Request]:
+    """A request for each row of the batch."""
+    stop_ids = list(sampling.stop_ids or ())
+    if tokenizer is None:
+        return [Request(ids, IdDecoder(), sampling, model.eos_token_ids, stop_ids) for ids in prompts]
+    eos, decoder = tokenizer.eos_token_ids, tokenizer.stream_decoder
+    stop_ids += [each for each in map(tokenizer.special_token_id, sampling.stop) if each is not None]
+    return [Request(ids, decoder(ids), sampling, eos, stop_ids) for ids in prompts]
 
 
 def rows_of(prompts: list[list[int]], n: int) -> list[list[int]]:

@@ -55,10 +55,10 @@ class KeptPrefix:
         """The cache holds this prompt now."""
         self._ids[request] = list(ids)
 
-    def appended(self, request: int, token_id: int) -> None:
-        """A decode step has written this token behind what the cache held."""
+    def appended(self, request: int, token_ids: Sequence[int]) -> None:
+        """A decode step has written these tokens behind what the cache held: the newest one, and accepted drafts."""
         if self._keeps_answers:
-            self._ids[request].append(token_id)
+            self._ids[request] += token_ids
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

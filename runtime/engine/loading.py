@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 
 from alspec.config import EngineConfig
 from alspec.models.checkpoint.checkpoint import Checkpoint
-from alspec.models.checkpoint.source import has_tokenizer, open_checkpoint, open_tokenizer
+from alspec.models.checkpoint.source import (
+    draft_model_source,
+    has_tokenizer,
+    model_files,
+    model_path,
+    notices_of_model,
+    open_checkpoint,
+    open_tokenizer,
+)
 from alspec.models.llama import Llama, LlamaWeights, load_weights, random_weights
 from alspec.models.llama_config import LlamaConfig
 from alspec.models.tokenizer.tokenizer import Tokenizer
 from alspec.runtime.cache.codecs import Cache
 from alspec.runtime.decode.hooks import OperationHook
 from alspec.runtime.decode.prefill import CHUNK_TOKENS, prefill
+from alspec.runtime.distributed.agreement import fingerprint, shared_settings
 from alspec.runtime.distributed.placement import Placement
 from alspec.runtime.distributed.transport import Transport
+from alspec.runtime.engine.composition import Choices
 
-__all__ = ["notices_of_weights", "open_model", "read_weights", "take_device", "warm_up"]
+__all__ = ["agreed_settings", "model_notices", "open_model", "read_weights", "take_device", "warm_up"]
 
 
 def open_model(config: EngineConfig, model: LlamaConfig) -> tuple[Checkpoint | None, Tokenizer | None]:
@@ -33,16 +44,31 @@ def open_model(config: EngineConfig, model: LlamaConfig) -> tuple[Checkpoint | N
     return checkpoint, open_tokenizer(config, model) if has_tokenizer(config) else None
 
 
-def notices_of_weights(checkpoint: Checkpoint | None, model: LlamaConfig, dtype_name: str) -> list[str]:
-    """Lines about quantised weights: what they are, and what of the checkpoint is not used."""
+def model_notices(
+    config: EngineConfig, checkpoint: Checkpoint | None, model: LlamaConfig, dtype_name: str
+) -> list[str]:
+    """Lines about a model: its source, what quantised weights are, and what of the checkpoint is not used."""
+    notices = notices_of_model(config)
     if checkpoint is None or model.quantisation is None:
-        return []
-    notices = [f"weights: {model.weights_name(dtype_name)}"]
+        return notices
+    notices.append(f"weights: {model.weights_name(dtype_name)}")
     if checkpoint.unused is not None:
         notices.append(
             f"checkpoint: not used: {checkpoint.unused}; only weights are quantised (the cache by --kv-cache)"
         )
     return notices
+
+
+def agreed_settings(config: EngineConfig, model: LlamaConfig, choices: Choices) -> dict[str, Any]:
+    """What all ranks must have alike: ranks on different hosts may be configured, and choose, differently."""
+    chosen: dict[str, Any] = {"resolved transport": choices.candidates[0] if choices.candidates else choices.backend}
+    chosen |= {"resolved mode": choices.mode, "resolved dtype": choices.dtype_name}
+    chosen |= {f"the model's {name}": value for name, value in model.model_dump(mode="json").items()}
+    if choices.placement.world_size > 1:
+        for name, source in (("model", config), ("draft model", draft_model_source(config))):
+            if source is not None and source.random_weights is None:
+                chosen[f"the {name}'s files (fingerprint)"] = fingerprint(model_files(model_path(source)))
+    return shared_settings(config) | chosen
 
 
 def take_device(device: torch.device, placement: Placement) -> None:

@@ -19,7 +19,16 @@ from alspec.runtime.cache.codecs import cache_bytes
 from alspec.runtime.decode.eager_sampling import DRAW_BYTES, DRAWN_AT_ONCE
 from alspec.runtime.decode.prefill import CHUNK_TOKENS
 
-__all__ = ["DTYPES", "GIB", "MemoryPlan", "available_bytes", "check_fits", "check_max_context", "plan_memory"]
+__all__ = [
+    "DTYPES",
+    "GIB",
+    "MemoryPlan",
+    "RoundSize",
+    "available_bytes",
+    "check_fits",
+    "check_max_context",
+    "plan_memory",
+]
 
 GIB = 2**30
 # Control groups, versions 2 and 1, as a container sees its own: folder, limit, usage.
@@ -28,6 +37,18 @@ CONTROL_GROUPS = [
     ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
 ]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+# For each token of a request: its id, and what looking up drafts holds for the windows of 5 tokens that end there.
+HISTORY_BYTES = 8 + 4 * 5 * 8
+
+
+@dataclass(frozen=True)
+class RoundSize:
+    """What rounds need beside a plain step."""
+
+    rows: int  # of each request: the newest token and the drafts
+    draft_model: LlamaConfig | None = None  # has weights and a cache of its own
 
 
 @dataclass(frozen=True)
@@ -54,8 +75,9 @@ def plan_memory(
     device_type: str = "cpu",
     kv_protect: int = 0,
     recall_blocks: int = 0,
+    rounds: RoundSize | None = None,
 ) -> MemoryPlan:
-    """Bytes of weights, cache and activations on one rank, on a CPU or a GPU (`cuda`).
+    """Bytes of weights, cache and activations on one rank, on a CPU or a GPU (`cuda`), a draft model's included.
 
     Activations are those of the widest moment, beside the fp32 residual, and the logits: one prefill chunk in the MLP,
     or in attention, or one layer of a quantised cache, for the longest prompt at INT8 and dequantised, beside attention
@@ -96,17 +118,24 @@ def plan_memory(
         widest = max(widest, prompt, max_context * channels * 8 * batch_size)
     activations = tokens * (4 * 4 * hidden + dtype.itemsize * 2 * qkv_rows) + widest
     # The first token, and the tokens of eager steps, may be sampled by sorting.
-    activations = max(activations, DRAW_BYTES * min(batch_size, DRAWN_AT_ONCE) * config.vocab_size)
+    rows = batch_size * (rounds.rows if rounds is not None else 1)
+    activations = max(activations, DRAW_BYTES * min(rows, DRAWN_AT_ONCE) * config.vocab_size)
     # Logits, and what penalties may need for each: the adjusted logit, and how often its token occurred.
-    logits = (3 + 2) * 4 * batch_size * config.vocab_size
+    logits = (3 + 2) * 4 * rows * config.vocab_size
     # Packets of 8 bytes: every rank's partial sums of every all-reduce, and all logits. `symm` keeps them on the GPU;
     # `host` needs as many for a rank's own. Which transport works is known only when ranks are connected.
     words = 2 * config.num_layers * tp_size * hidden if tp_size > 1 else 0
     words += config.vocab_size if shard.vocab_shards > 1 else 0
-    recall = 0
+    buffers = activations + logits + 8 * batch_size * words
     if recall_blocks:
-        recall = batch_size * recall_bytes(config.num_layers, q_heads, kv_heads, max_context, recall_blocks)
-    return MemoryPlan(weights, cache, activations + logits + 8 * batch_size * words + recall)
+        buffers += batch_size * recall_bytes(config.num_layers, q_heads, kv_heads, max_context, recall_blocks)
+    if rounds is not None:
+        buffers += HISTORY_BYTES * batch_size * (max_context + rounds.rows)
+    if rounds is not None and rounds.draft_model is not None:
+        # The two models do not run at the same time.
+        own = plan_memory(rounds.draft_model, shard, dtype, batch_size, max_context, "bf16", device_type)
+        weights, cache, buffers = weights + own.weights_bytes, cache + own.cache_bytes, max(buffers, own.buffer_bytes)
+    return MemoryPlan(weights, cache, buffers)
 
 
 def available_bytes(device: torch.device, local_world_size: int) -> int:
@@ -158,6 +187,7 @@ def check_fits(
     device_type: str = "cpu",
     kv_protect: int = 0,
     recall_blocks: int = 0,
+    rounds: RoundSize | None = None,
 ) -> MemoryPlan:
     """Return the plan if it fits into `available` bytes.
 
@@ -166,7 +196,8 @@ def check_fits(
     """
 
     def at(context: int) -> MemoryPlan:
-        return plan_memory(config, shard, dtype, batch_size, context, kv_cache, device_type, kv_protect, recall_blocks)
+        args = kv_cache, device_type, kv_protect, recall_blocks, rounds
+        return plan_memory(config, shard, dtype, batch_size, context, *args)
 
     plan = at(max_context)
     if plan.total_bytes <= available:

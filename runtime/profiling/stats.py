@@ -19,6 +19,7 @@ from alspec.runtime.engine.generation import Generation
 from alspec.runtime.engine.memory import plan_memory
 
 __all__ = [
+    "draft_summary",
     "mean_lengths",
     "percentile",
     "seconds_in_a_row",
@@ -118,13 +119,14 @@ def seconds_in_a_row(run: Callable[[], object], count: int, device: torch.device
 
 
 def summarize(generation: Generation, chunk_size: int) -> dict[str, Any]:
-    """Counts, times and hit rates of one generation.
+    """Counts, times, hit rates and accepted drafts of one generation.
 
-    Times are None if no step was decoded. Hit rates count only verdicts whose predictor left tokens out, with
-    S = `chunk_size`; they are None if there is none.
+    Times are None if no step was decoded. The tokens that a round gave a request share its time. Hit rates count only
+    verdicts whose predictor left tokens out, with S = `chunk_size`; they are None if there is none.
     """
     new_tokens = [len(request.token_ids) for request in generation.requests]
-    steps_ms = [us / 1e3 for us in generation.step_us]
+    of_steps = zip(generation.step_us, generation.tokens_of_steps, strict=True)
+    tokens_ms = [us / 1e3 / tokens for us, tokens in of_steps]
     decoded = sum(new_tokens) - len(new_tokens)
     hit_rate = per_layer = None
     if generation.hits:
@@ -142,10 +144,38 @@ def summarize(generation: Generation, chunk_size: int) -> dict[str, Any]:
         "reused_tokens": generation.reused_tokens,
         "new_tokens": new_tokens,
         "ttft_ms": generation.prefill_us / 1e3,
-        "ms_per_token_p50": percentile(steps_ms, 0.5) if steps_ms else None,
-        "ms_per_token_p90": percentile(steps_ms, 0.9) if steps_ms else None,
-        "ms_per_token_p99": percentile(steps_ms, 0.99) if steps_ms else None,
-        "tokens_per_s": decoded / (sum(steps_ms) / 1e3) if steps_ms else None,
+        "ms_per_token_p50": percentile(tokens_ms, 0.5) if tokens_ms else None,
+        "ms_per_token_p90": percentile(tokens_ms, 0.9) if tokens_ms else None,
+        "ms_per_token_p99": percentile(tokens_ms, 0.99) if tokens_ms else None,
+        "tokens_per_s": decoded / (sum(generation.step_us) / 1e6) if tokens_ms else None,
         "hit_rate": hit_rate,
         "hit_rate_per_layer": per_layer,
+        "drafts": draft_summary(generation.rounds),
+    }
+
+
+def draft_summary(steps: Sequence[Sequence[tuple[int, int]]]) -> dict[str, Any] | None:
+    """What became of the drafts; None if there was no round.
+
+    Args:
+        steps: (drafts, accepted ones) of each request in each step; no drafts: a plain step.
+    Returns:
+        tokens_per_step: mean over requests and steps, with or without drafts; tokens_per_round: over those with drafts.
+        rounds: requests' steps with drafts.  accepted_histogram: [a] rounds in which a drafts were accepted.
+        accepted_by_place: [i] share of the drafts in place i that were accepted, which needs those before them.
+    """
+    all_steps = [each for step in steps for each in step]
+    if not all_steps:
+        return None
+    rounds = [(drafts, accepted) for drafts, accepted in all_steps if drafts]
+    longest = max((drafts for drafts, _ in rounds), default=0)
+    offered = [sum(drafts > place for drafts, _ in rounds) for place in range(longest)]
+    right = [sum(accepted > place for _, accepted in rounds) for place in range(longest)]
+    tokens, of_rounds = (sum(accepted + 1 for _, accepted in part) for part in (all_steps, rounds))
+    return {
+        "tokens_per_step": tokens / len(all_steps),
+        "tokens_per_round": of_rounds / len(rounds) if rounds else None,
+        "rounds": len(rounds),
+        "accepted_histogram": [sum(accepted == count for _, accepted in rounds) for count in range(longest + 1)],
+        "accepted_by_place": [each / count for each, count in zip(right, offered, strict=True)],
     }

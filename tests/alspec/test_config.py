@@ -472,6 +472,8 @@ def test_every_field_has_a_flag() -> None:
         "speculation": "simulated",
         "threshold": "0.2",
         "chunk": "512",
+        "draft": "ngram",
+        "draft-tokens": "7",
         "kv-cache": "turbo4",
         "kv-protect": "2",
         "softmax": "sas",
@@ -498,7 +500,7 @@ def test_every_field_has_a_flag() -> None:
         "trace": "trace",
         "system": "brief",
     }
-    switches = ("verify-checksums", "ignore-eos", "chat", "color", "debug")
+    switches = ("draft-always", "verify-checksums", "ignore-eos", "chat", "color", "debug")
     flags = [f"--{name}={value}" for name, value in argv.items()] + [f"--{name}" for name in switches]
     config = parse_generate(*flags)
     default = GenerateConfig()

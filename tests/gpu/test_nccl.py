@@ -60,8 +60,8 @@ class Run:
     def case(self, is_full: bool) -> dict[str, Any]:
         """A case of gpu_worker.py."""
         engine = {"speculation": {"mode": self.mode}, "dtype": self.dtype, "transport": self.transport}
-        if self.recall:
-            engine["speculation"] |= {"predictor": "recall", "recall_blocks": self.recall}
+        recall = {"predictor": "recall", "recall_blocks": self.recall}
+        engine["speculation"] |= recall if self.recall else {"predictor": "window"}
         engine |= {"cuda_graph": self.graph, "kv_cache": self.kv_cache, "kv_protect": self.protect}
         thresholds, sampled, long = self.thresholds_in(is_full), self.mode == "off", self.name in WITH_LONG
         return {"name": self.name, "engine": engine, "sampled": sampled, "thresholds": thresholds, "long": long}

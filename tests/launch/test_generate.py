@@ -98,7 +98,7 @@ def test_default_length_and_one_token(generate_json: Callable[..., Any]) -> None
 
 def test_json(generate_json: Callable[..., Any], checkpoint: Path) -> None:
     found = generate_json("--prompt", LONG_PROMPT, *SMALL, "--speculation", "simulated", "--threshold", "0.3")
-    assert list(found) == ["requests", "ttft_us", "step_us", "hit_map", "summary", "config", "versions"]
+    assert list(found) == ["requests", "ttft_us", "step_us", "hit_map", "rounds", "summary", "config", "versions"]
     (request,) = found["requests"]
     assert request["prompt_ids"][0] == 96
     assert len(request["prompt_ids"]) == 1 + len(LONG_PROMPT)
@@ -121,7 +121,7 @@ def test_json(generate_json: Callable[..., Any], checkpoint: Path) -> None:
     assert summary["ttft_ms"] == pytest.approx(found["ttft_us"] / 1e3)
     assert min(found["step_us"]) <= summary["ms_per_token_p50"] * 1e3 <= max(found["step_us"])
     assert found["config"]["speculation"] == {
-        "mode": "simulated", "threshold": 0.3, "chunk_size": 128, "predictor": "window", "recall_blocks": 16,
+        "mode": "simulated", "threshold": 0.3, "chunk_size": 128, "predictor": "recall", "recall_blocks": 16,
     }  # fmt: skip
     assert found["config"]["model"] == str(checkpoint)
     assert GenerateConfig.model_validate(found["config"]).max_new_tokens == 12

@@ -61,7 +61,7 @@ def test_fused_steps_of_padded_heads(case: str, tmp_path: Path) -> None:
     captured.prepare(SamplingConfig())
     tokens = [int(prefill(model, cache, transport, 0, ids, no_hook)[0].argmax())]
     captured.begin(tokens, [len(ids) + 1])
-    tokens += [captured.step(remaining).token_ids[0] for remaining in (3, 2, 1)]
+    tokens += [captured.step(remaining).token_ids[0][0] for remaining in (3, 2, 1)]
     assert tokens == greedy(reference, ids, 4)
 
 

@@ -8,12 +8,21 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from model_runner import Runner, ThreadTransport, close, load_runner, on_ranks
 from torch import Tensor
 
 from alspec.models.checkpoint.checkpoint import Checkpoint
-from alspec.models.llama import Llama, LlamaWeights, Shard, load_weights, random_weights, rotate_values
+from alspec.models.llama import (
+    Llama,
+    LlamaWeights,
+    Shard,
+    linear_in_pairs,
+    load_weights,
+    random_weights,
+    rotate_values,
+)
 from alspec.models.llama_config import LlamaConfig, RopeScaling
 from alspec.runtime.cache.kv_cache import KVCache
 from alspec.runtime.decode.hooks import no_hook
@@ -322,3 +331,18 @@ def test_random_weights_keep_activations_near_unit_size(tp_size: int) -> None:
         assert logits[0].isfinite().all()
         assert 0.8 < float(logits[0].std()) < 1.25
         assert abs(float(logits[0].mean())) < 0.2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("columns", "rows"), [(64, 301), (96, 64), (256, 1000), (577, 33)])
+def test_the_bits_of_a_row_do_not_depend_on_the_others(dtype: torch.dtype, columns: int, rows: int) -> None:
+    """Neither on their number, nor on the row's place among them."""
+    torch.manual_seed(columns)
+    weight, bias = torch.randn(rows, columns, dtype=dtype), torch.randn(rows, dtype=dtype)
+    x = torch.randn(27, columns, dtype=dtype)
+    for own in (None, bias):
+        alone = torch.cat([linear_in_pairs(row[None], weight, own) for row in x])
+        expected = F.linear(x.double(), weight.double(), None if own is None else own.double())
+        torch.testing.assert_close(alone.double(), expected, rtol=2e-2, atol=2e-2 if dtype == torch.bfloat16 else 1e-3)
+        for chosen in (range(27), range(1, 27), [3, 3, 9], [26]):
+            assert torch.equal(linear_in_pairs(x[list(chosen)], weight, own), alone[list(chosen)])

@@ -88,6 +88,8 @@ BAD_VALUES = [
     ("--threshold", "high", "number"),
     ("--chunk", "64", "128, 256, 512"),
     ("--chunk", "200", "128, 256, 512"),
+    ("--draft", "n-gram", "off, ngram, self or model:DIR, found"),
+    ("--draft-tokens", "16", "expected 15 or less, found"),
     ("--kv-cache", "int8", "hybrid-k4v2 or hybrid-k3v2, found"),
     ("--kv-protect", "-1", "expected 0 or more, found"),
     ("--softmax", "fast", "expected exact or sas, found"),

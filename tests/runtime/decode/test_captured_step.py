@@ -104,7 +104,11 @@ def _run(
     captured.begin(first, [len(ids) + 1 for ids in prompts])
     records = [captured.step(sampling.max_new_tokens - step) for step in range(1, sampling.max_new_tokens)]
     assert [record.fault for record in records] == [0] * len(records)
-    return [record.token_ids for record in records]
+    return [_tokens(record) for record in records]
+
+
+def _tokens(record: StepRecord) -> list[int]:
+    return [token for (token,) in record.token_ids]
 
 
 def test_greedy_and_sampled_tokens_are_those_of_the_eager_step(small_folder: Path) -> None:
@@ -167,22 +171,22 @@ def test_penalties_biases_and_log_probabilities_are_those_of_the_eager_step(
     """One captured step serves several values, and begins each generation with the prompts' tokens alone."""
     captured = setting.new_step()
     eager = EagerStep(setting.model, setting.cache, setting.transport, "off", SpeculationConfig(), no_hook)
-    plain = [record.token_ids for record in _records(eager, setting, how)]
+    plain = [_tokens(record) for record in _records(eager, setting, how)]
     bias = {"logit_bias": {plain[0][0]: -30.0, 17: 1.5}}
     for update in (PENALTIES, PENALTIES | {"repetition_penalty": 0.6}), (bias,), (PENALTIES | bias | {"logprobs": 3},):
         found = []
         for values in update:
             sampling = how.model_copy(update=values)
             records, expected = _records(captured, setting, sampling), _records(eager, setting, sampling)
-            found.append([record.token_ids for record in records])
-            assert found[-1] == [record.token_ids for record in expected]
+            found.append([_tokens(record) for record in records])
+            assert found[-1] == [_tokens(record) for record in expected]
             assert found[-1] != plain
         assert len(found) == 1 or found[0] != found[1]
     for record, reference in zip(records, expected, strict=True):
         assert record.logprobs is not None
         assert reference.logprobs is not None
         assert record.logprobs.token_ids.tolist() == reference.logprobs.token_ids.tolist()
-        assert record.logprobs.token_ids[:, 0].tolist() == record.token_ids
+        assert record.logprobs.token_ids[:, 0].tolist() == _tokens(record)
         torch.testing.assert_close(record.logprobs.values, reference.logprobs.values, rtol=1e-4, atol=1e-4)
 
 

@@ -81,7 +81,9 @@ def simulated(folder: Path, case: dict[str, Any]) -> list[dict[str, Any]]:
     cache = new_cache(case["kv_cache"], config, 1, len(prompts), capacity, torch.float32, CPU)
     found = []
     for threshold in case["thresholds"]:
-        speculation = SpeculationConfig(threshold=float(threshold["value"]), chunk_size=S, **case.get("predictor", {}))
+        speculation = SpeculationConfig(
+            threshold=float(threshold["value"]), chunk_size=S, **case.get("predictor", {"predictor": "window"})
+        )
         eager = EagerStep(model, cache, transport, "simulated", speculation, no_hook)
         tokens = [
             int(prefill(model, cache, transport, request, ids, no_hook)[0].argmax())

@@ -47,8 +47,8 @@ def test_tokens_are_those_of_transformers(case: str, tmp_path: Path) -> None:
     for remaining in range(NEW_TOKENS - 1, 0, -1):
         record = captured.step(remaining)
         assert record.fault == 0
-        for made, token in zip(tokens, record.token_ids, strict=True):
-            made.append(token)
+        for made, new in zip(tokens, record.token_ids, strict=True):
+            made += new
     assert tokens == [greedy(reference, ids, NEW_TOKENS) for ids in prompts]
 
 
@@ -96,7 +96,7 @@ def simulated(folder: Path, codec: str, prompt: list[int], threshold: float, ste
     transport = Transport(Placement(), CPU, "gloo", None)
     model = load_model(folder, transport)
     cache = new_cache(codec, model.config, 1, 1, len(prompt) + steps + 1, torch.float32, CPU)
-    speculation = SpeculationConfig(threshold=threshold, chunk_size=128)
+    speculation = SpeculationConfig(threshold=threshold, chunk_size=128, predictor="window")
     eager = EagerStep(model, cache, transport, "simulated", speculation, no_hook)
     token, found = int(prefill(model, cache, transport, 0, prompt, no_hook)[0].argmax()), []
     for step in range(1, steps + 1):

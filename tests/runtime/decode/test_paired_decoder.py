@@ -197,7 +197,12 @@ def test_both_ranks_compute_the_simulated_step(codec: str, threshold: float, req
     cache = _cache(config, codec)
     prefill(model, cache, transport, 0, PROMPT, no_hook)
     eager = EagerStep(
-        model, cache, transport, "simulated", SpeculationConfig(threshold=threshold, chunk_size=S), no_hook
+        model,
+        cache,
+        transport,
+        "simulated",
+        SpeculationConfig(threshold=threshold, chunk_size=S, predictor="window"),
+        no_hook,
     )
     pair = Pair(model, threshold, codec)
     token_id, verdicts = 5, set()

@@ -51,7 +51,7 @@ class Setting:
             self.cache,
             transport,
             mode,
-            SpeculationConfig(threshold=threshold, chunk_size=S),
+            SpeculationConfig(threshold=threshold, chunk_size=S, predictor="window"),
             lambda *_: nullcontext(),
         )
 

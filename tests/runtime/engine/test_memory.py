@@ -29,7 +29,7 @@ from alspec.runtime.distributed import peer_memory as exchange
 from alspec.runtime.distributed.placement import PeerMemory, Placement
 from alspec.runtime.distributed.transport import Transport
 from alspec.runtime.engine import memory
-from alspec.runtime.engine.memory import _host_bytes, available_bytes, check_fits, plan_memory
+from alspec.runtime.engine.memory import HISTORY_BYTES, RoundSize, _host_bytes, available_bytes, check_fits, plan_memory
 
 CPU = torch.device("cpu")
 GIB = 2**30
@@ -292,6 +292,27 @@ def test_the_plan_of_llama_8b_has_the_published_numbers() -> None:
     plan = plan_memory(LlamaConfig.from_shape("llama-3.1-8b"), Shard(), torch.bfloat16, 1, 1024)
     assert plan.weights_bytes == 2 * 8_030_261_248
     assert plan.cache_bytes == 1024 * 128 * 1024
+
+
+def test_rounds_add_rows_a_history_and_a_draft_model() -> None:
+    """Logits of all rows; the draft model's weights and its bf16 cache beside any cache of the model itself."""
+    config = MODEL.model_copy(update={"head_dim": 64})
+    small = config.model_copy(update={"num_layers": 1})
+    sizes = config, Shard(), torch.float32, 2, 512, "turbo4"
+    plain = plan_memory(*sizes)
+    own = plan_memory(small, Shard(), torch.float32, 2, 512)
+    for rows in (2, 16):
+        rounds = plan_memory(*sizes, rounds=RoundSize(rows))
+        logits = (3 + 2) * 4 * 2 * (rows - 1) * config.vocab_size
+        assert (rounds.weights_bytes, rounds.cache_bytes) == (plain.weights_bytes, plain.cache_bytes)
+        assert rounds.buffer_bytes == plain.buffer_bytes + logits + HISTORY_BYTES * 2 * (512 + rows)
+        both = plan_memory(*sizes, rounds=RoundSize(rows, small))
+        assert both.weights_bytes == plain.weights_bytes + own.weights_bytes
+        assert both.cache_bytes == plain.cache_bytes + own.cache_bytes
+        assert both.buffer_bytes == max(rounds.buffer_bytes, own.buffer_bytes)
+    with pytest.raises(DoesNotFitError):
+        check_fits(*sizes[:5], both.total_bytes - 1, "turbo4", rounds=RoundSize(16, small))
+    assert check_fits(*sizes[:5], both.total_bytes, "turbo4", rounds=RoundSize(16, small)) == both
 
 
 @pytest.mark.parametrize("kv_cache", ["bf16", "turbo4"])

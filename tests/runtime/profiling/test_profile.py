@@ -72,7 +72,7 @@ class FakeEngine:
         assert self.transport.barriers == 1
         self.started.append((token_ids, seq_lens, num_steps))
         for step_us in self._step_us[:num_steps]:
-            yield StepRecord(token_ids, self.hits, step_us, 0)
+            yield StepRecord([[token] for token in token_ids], self.hits, step_us, 0)
 
 
 @pytest.fixture
@@ -237,7 +237,7 @@ def test_measured_steps_after_a_text_give_the_tokens_of_generation(
         made.append(token_ids)
         assert seq_lens == [9, 9]
         for record in decode(token_ids, seq_lens, num_steps):
-            made.append(record.token_ids)
+            made.append([token for (token,) in record.token_ids])
             yield record
 
     monkeypatch.setattr(engine, "decode", recording)

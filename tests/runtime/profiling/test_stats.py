@@ -15,7 +15,14 @@ from alspec.predictor import predictor_ranges
 from alspec.runtime.cache.quantised_cache import QuantisedCache
 from alspec.runtime.engine.generation import Generation, IdDecoder, Request
 from alspec.runtime.profiling import stats
-from alspec.runtime.profiling.stats import mean_lengths, percentile, step_bytes, stream_bandwidth, summarize
+from alspec.runtime.profiling.stats import (
+    draft_summary,
+    mean_lengths,
+    percentile,
+    step_bytes,
+    stream_bandwidth,
+    summarize,
+)
 
 CPU = torch.device("cpu")
 
@@ -93,6 +100,29 @@ def test_a_summary_of_two_requests_by_hand() -> None:
     # Live: [T, T], [F], [T] in layer 0 and [T, F], [T], [T] in layer 1.
     assert summary["hit_rate_per_layer"] == pytest.approx([3 / 4, 3 / 4])
     assert summary["hit_rate"] == pytest.approx(0.75)
+
+
+def test_a_summary_of_rounds_by_hand() -> None:
+    """Two requests; the second ends in the second of three steps. Tokens of a round share its time."""
+    generation = Generation([request(40, 8), request(31, 5)], 2_000.0, [4_000.0, 3_000.0, 6_000.0])
+    generation.rounds = [[(3, 3), (3, 1)], [(0, 0), (2, 0)], [(2, 1)]]
+    summary = summarize(generation, 128)
+    times = sorted([4 / 3, 3.0, 3.0])  # 3, 1 and 2 tokens of each request
+    assert summary["ms_per_token_p50"] == pytest.approx(times[1])
+    assert summary["tokens_per_s"] == pytest.approx(11 / 13e-3)
+    drafts = summary["drafts"]
+    assert drafts["tokens_per_step"] == pytest.approx((4 + 2 + 1 + 1 + 2) / 5)
+    assert drafts["tokens_per_round"] == pytest.approx((4 + 2 + 1 + 2) / 4)
+    assert (drafts["rounds"], drafts["accepted_histogram"]) == (4, [1, 2, 0, 1])
+    assert drafts["accepted_by_place"] == pytest.approx([3 / 4, 1 / 4, 1 / 2])
+    assert draft_summary([]) is None
+    assert draft_summary([[(0, 0)]]) == {
+        "tokens_per_step": 1.0,
+        "tokens_per_round": None,
+        "rounds": 0,
+        "accepted_histogram": [0],
+        "accepted_by_place": [],
+    }
 
 
 @pytest.mark.parametrize("goes_on", [False, True], ids=["eager", "captured"])

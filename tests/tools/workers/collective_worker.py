@@ -41,7 +41,7 @@ def run_case(model: Llama, transport: Transport, case: dict[str, Any]) -> dict[s
     capacity = max(map(len, prompts)) + max(sum(threshold["steps"] for threshold in case["thresholds"]), 2)
     tp_size = transport.placement.tp_size
     cache = new_cache(case["kv_cache"], config, tp_size, len(prompts), capacity, torch.float32, CPU)
-    speculation = SpeculationConfig(mode="paired", chunk_size=128, **case.get("predictor", {}))
+    speculation = SpeculationConfig(mode="paired", chunk_size=128, **case.get("predictor", {"predictor": "window"}))
     captured = build_captured_step(model, cache, transport, None, False, no_hook, speculation)
     found = []
     for threshold in case["thresholds"]:
@@ -61,9 +61,8 @@ def run_case(model: Llama, transport: Transport, case: dict[str, Any]) -> dict[s
             assert torch.equal(gates[:, 0], gates[:, -1]), (
                 "a step must begin with the roles at the end of the one before"
             )
-            found.append(
-                {"tokens": record.token_ids, "hits": record.hits.int().tolist(), "fault": record.fault | fault}
-            )
+            made = [token for (token,) in record.token_ids]
+            found.append({"tokens": made, "hits": record.hits.int().tolist(), "fault": record.fault | fault})
     return {"steps": found, "cache": digest(cache)}
 
 

@@ -41,8 +41,8 @@ def main(folder: Path) -> None:
     ]
     captured.begin([made[0] for made in tokens], [len(ids) + 1 for ids in prompts])
     for remaining in range(spec["tokens"] - 1, 0, -1):
-        for made, token in zip(tokens, captured.step(remaining).token_ids, strict=True):
-            made.append(token)
+        for made, new in zip(tokens, captured.step(remaining).token_ids, strict=True):
+            made += new
     (folder / f"rank{placement.rank}.json").write_text(json.dumps(tokens))
     transport.barrier()
     transport.close()

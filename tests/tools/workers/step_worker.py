@@ -71,7 +71,11 @@ def main(folder: Path) -> None:
     for port, (mode, cases) in zip(spec["ports"], spec["modes"].items(), strict=True):
         # Each engine of a process has a store of its own: keys must not collide.
         os.environ["MASTER_PORT"] = str(port)
-        recall = {"predictor": "recall", "recall_blocks": spec["recall_blocks"]} if spec["recall_blocks"] else {}
+        recall = (
+            {"predictor": "recall", "recall_blocks": spec["recall_blocks"]}
+            if spec["recall_blocks"]
+            else {"predictor": "window"}
+        )
         speculation = SpeculationConfig(mode=mode, **recall)
         config = EngineConfig(
             model=Path(spec["model"]),

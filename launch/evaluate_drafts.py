@@ -1,0 +1,171 @@
+"""What `launch/evaluate.py --draft` measures: how many drafts are accepted when the model continues a text.
+
+Prompts are cut out of `--text`. The model continues each by real rounds, greedily and at a temperature; they draft also
+where it does not pay. The text itself is that of plain decoding, so only the drafts are measured.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from alspec.config import EvaluateConfig, SamplingConfig
+from alspec.errors import UserError
+from alspec.field_types import DRAFT_MODEL
+from alspec.launch.evaluate_tasks import read_text
+from alspec.launch.terminal.display import StatusLine
+from alspec.launch.terminal.flags import check_positions, check_writable, notify
+from alspec.launch.terminal.output import append_rows, result_console
+from alspec.models.checkpoint.source import model_name
+from alspec.runtime.engine.engine import Engine
+from alspec.runtime.faults.guard import guarded
+from alspec.runtime.profiling.provenance import provenance
+from alspec.runtime.profiling.stats import draft_summary
+
+__all__ = ["NEW_TOKENS", "evaluate_drafts"]
+
+NEW_TOKENS = 64  # tokens by which each prompt is continued; a context counts them
+CONTEXTS = (1024, 8192)  # without --contexts
+UNUSED = (
+    "answers", "recall", "records", "needles", "baselines", "codecs", "softmaxes", "block_sizes", "selectors",
+    "low_heads", "protect", "norm_corrections", "qjl", "value_quantisers", "recall_blocks", "depths", "thresholds",
+    "plot",
+)  # fmt: skip
+
+
+def evaluate_drafts(config: EvaluateConfig, command: str) -> int:
+    """Measure every context at every temperature; returns the exit code."""
+    _check(config)
+    assert config.text is not None
+    text = read_text(config.text)
+    speculation = config.speculation.model_copy(update={"mode": "off"})
+    engine = Engine(config.model_copy(update={"speculation": speculation, "draft_always": True}))
+    contexts = _contexts(config, engine)
+    prompts = _prompts(config, engine, contexts, text)
+    is_first = engine.placement.rank == 0
+    rows = []
+    with guarded(engine.heartbeat, "Lower --contexts, or use more ranks"), StatusLine(is_first) as status:
+        status.show("loading weights")
+        engine.load(1, contexts[-1])
+        notify(engine.take_notices() if is_first else [])
+        for context in contexts:
+            for temperature in config.temperatures:
+                status.show(f"drafts, {config.windows} windows of {context} tokens, temperature {temperature:g}")
+                row = _measure(config, engine, context, temperature, prompts[context], command)
+                rows.append(row)
+                if is_first:
+                    append_rows(config.rows, [row])
+        status.clear()
+        engine.close()
+    if is_first:
+        result_console(config.rows, width=140).print(_table(config, engine, rows))
+    return 0
+
+
+def _check(config: EvaluateConfig) -> None:
+    """Refuse mistakes that can be found without the model."""
+    default = EvaluateConfig()
+    for name in UNUSED:
+        if getattr(config, name) != getattr(default, name):
+            raise UserError(f"flags: --{name.replace('_', '-')}: not measured with --draft; leave one of them out")
+    if config.speculation.mode not in ("auto", "off"):
+        raise UserError("flags: --speculation: drafts are measured without; leave it out")
+    if not config.windows:
+        raise UserError("flags: --windows: --draft measures windows of the text; give 1 or more")
+    check_writable("flags: --rows", config.rows)
+
+
+def _contexts(config: EvaluateConfig, engine: Engine) -> list[int]:
+    """Lengths in ascending order; by default those of `CONTEXTS` that the model takes, or its own length."""
+    limit = engine.model_config.longest_context
+    limit = engine.model_config.window_below(limit) or limit
+    contexts = sorted(set(config.contexts or [each for each in CONTEXTS if each <= limit] or [limit]))
+    check_positions(contexts[-1], engine.model_config)
+    engine.check_prompts([[0]], contexts[-1] - 1)
+    if contexts[0] <= 2 * NEW_TOKENS:
+        raise UserError(
+            f"flags: --contexts: expected more than {2 * NEW_TOKENS} tokens, as {NEW_TOKENS} of them are generated, "
+            f"found {contexts[0]}"
+        )
+    return contexts
+
+
+def _prompts(config: EvaluateConfig, engine: Engine, contexts: list[int], text: str) -> dict[int, list[list[int]]]:
+    """For each context, prompts from places spread over the text."""
+    tokenizer = engine.text_tokenizer("give a --model folder", "evaluate")
+    begin, ids = tokenizer.encode(""), tokenizer.encode(text, add_bos=False)
+    longest = contexts[-1]
+    if len(ids) < config.windows * longest:
+        raise UserError(
+            f"flags: --text: {config.windows} windows of {longest} tokens needed, {config.text} has {len(ids)}"
+        )
+    stride = len(ids) // config.windows
+    starts = [window * stride for window in range(config.windows)]
+    return {
+        context: [begin + ids[start : start + context - NEW_TOKENS - len(begin)] for start in starts]
+        for context in contexts
+    }
+
+
+def _measure(
+    config: EvaluateConfig, engine: Engine, context: int, temperature: float, prompts: list[list[int]], command: str
+) -> dict[str, Any]:
+    sampling = SamplingConfig(max_new_tokens=NEW_TOKENS, ignore_eos=True, temperature=temperature)
+    steps: list[list[tuple[int, int]]] = []
+    for seed, prompt in enumerate(prompts):
+        for _ in engine.stream(prompt, sampling.model_copy(update={"seed": seed})):
+            pass
+        steps += engine.generation.rounds
+    summary = draft_summary(steps)
+    assert summary is not None
+    return {
+        "bench": "drafts",
+        "impl": "alspec.rounds",
+        "case": {
+            "model": model_name(engine.config),
+            "drafter": _drafter(config),
+            "draft_tokens": config.draft_tokens,
+            "context": context,
+            "temperature": temperature,
+            "kv_cache": config.kv_cache,
+            "kv_protect": config.kv_protect,
+            "chunk_size": config.speculation.chunk_size,
+            "samples": len(prompts),
+            "new_tokens": NEW_TOKENS,
+            "dtype": engine.dtype_name,
+        },
+        "value": summary["tokens_per_step"],
+        "unit": "tokens a step",
+        "details": summary,
+        **provenance(engine.placement.world_size if engine.device.type == "cuda" else 0, command),
+    }
+
+
+def _drafter(config: EvaluateConfig) -> str:
+    """The drafter without the path of its folder."""
+    path = config.draft.removeprefix(DRAFT_MODEL)
+    return path if path == config.draft else DRAFT_MODEL + Path(path).absolute().name
+
+
+def _table(config: EvaluateConfig, engine: Engine, rows: list[dict[str, Any]]) -> Table:
+    """A row for each context and temperature; a column for each place of a draft."""
+    name = engine.config.model or "demo checkpoint"
+    table = Table(
+        title=f"{name}, {config.draft}, up to {config.draft_tokens} drafts, {config.kv_cache}, {engine.dtype_name}",
+        caption="share of the drafts in each place that are accepted, over the steps that have drafts",
+    )
+    places = [f"place {place}" for place in range(1, config.draft_tokens + 1)]
+    for column in ("context", "temperature", "tokens a step", "tokens a round", "steps with drafts", *places):
+        table.add_column(column, justify="right")
+    for row in rows:
+        details = row["details"]
+        shares = [f"{100 * share:.1f} %" for share in details["accepted_by_place"]]
+        per_round = "-" if details["tokens_per_round"] is None else f"{details['tokens_per_round']:.2f}"
+        case = row["case"]
+        table.add_row(
+            str(case["context"]), f"{case['temperature']:g}", f"{row['value']:.2f}", per_round, str(details["rounds"]),
+            *shares, *["-"] * (len(places) - len(shares)),
+        )  # fmt: skip
+    return table

@@ -1,0 +1,69 @@
+"""Whether drafting pays: decided on the host, from the numbers of accepted drafts that it reads anyway.
+
+A round costs more than a plain step and yields more tokens. Drafting pays while
+
+    mean(tokens of a round) >= cost of a round / cost of a step.
+
+The mean is over the last rounds and all requests. If drafting has not paid, plain steps run for a while; then a few
+rounds probe whether it does now. To resume it must pay with a margin, so that the choice does not flicker. Pauses grow
+while probes fail. Every rank reads the same numbers, so all ranks decide alike.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+__all__ = ["ROW_COST", "DraftPolicy", "round_cost"]
+
+ROW_COST = 0.05  # of each row beyond the first, relative to a plain step: products read the weights once for all rows
+WINDOW_ROUNDS = 16  # rounds that the mean is over
+PROBE_ROUNDS = 4  # rounds of a probe
+RESUME_MARGIN = 1.05  # a probe must pay by this factor
+FIRST_PAUSE_STEPS = 32  # plain steps before the first probe
+LONGEST_PAUSE_STEPS = 256  # pauses double up to this
+
+
+def round_cost(num_drafts: int, draft_cost: float, row_cost: float = ROW_COST) -> float:
+    """Time of a round relative to a plain step: `1 + K (row cost + draft cost)`.
+
+    Args:
+        num_drafts: K.  draft_cost: of one draft, relative to a plain step.
+    """
+    return 1.0 + num_drafts * (row_cost + draft_cost)
+
+
+class DraftPolicy:
+    """Decides before each step whether it drafts. `always`: it does, whether it pays or not."""
+
+    def __init__(self, always: bool = False) -> None:
+        self._always = always
+        self.begin(1.0)
+
+    def begin(self, cost: float) -> None:
+        """A generation begins: draft. cost: of a round, relative to a plain step."""
+        self._cost = cost
+        self._recent: deque[float] = deque(maxlen=WINDOW_ROUNDS)
+        self._is_probe = False
+        self._pause_left, self._next_pause = 0, FIRST_PAUSE_STEPS
+
+    def drafts(self) -> bool:
+        """Whether the next step drafts. Call it once for each step."""
+        if self._always:
+            return True
+        self._pause_left = max(self._pause_left - 1, -1)
+        return self._pause_left < 0
+
+    def record(self, tokens: float) -> None:
+        """Count a round that had drafts. tokens: emitted by it, mean over the requests."""
+        self._recent.append(tokens)
+        needed = PROBE_ROUNDS if self._is_probe else WINDOW_ROUNDS
+        if len(self._recent) < needed:
+            return
+        mean = sum(self._recent) / len(self._recent)
+        if mean < self._cost * (RESUME_MARGIN if self._is_probe else 1.0):
+            self._pause_left = self._next_pause
+            self._next_pause = min(2 * self._next_pause, LONGEST_PAUSE_STEPS)
+            self._is_probe = True
+            self._recent.clear()
+        elif self._is_probe:
+            self._is_probe, self._next_pause = False, FIRST_PAUSE_STEPS

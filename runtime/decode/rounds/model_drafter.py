@@ -1,0 +1,98 @@
+"""The drafter `model:DIR`: a smaller model with the same tokenizer, over a cache of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from alspec.runtime.decode.hooks import OperationHook
+from alspec.runtime.decode.prefill import prefill
+from alspec.runtime.decode.rounds.drafter import DraftRequest, Drafts, draft_by_steps
+from alspec.runtime.decode.rounds.row_forward import RowForward
+from alspec.runtime.decode.rounds.token_history import TokenHistory
+
+__all__ = ["CATCH_UP_ROWS", "ModelDrafter"]
+
+CATCH_UP_ROWS = 16  # tokens that its cache lacks are rows of one pass; more of them are a prompt
+
+
+class ModelDrafter:
+    """Drafts by a smaller model. It is split over the same ranks as the model that verifies.
+
+    It knows which token its cache holds at each place. Before it drafts, it compares them with the text: what differs
+    or is missing is computed again, such as the prompt, the last draft of a round in which all were accepted, or what
+    plain steps have added.
+
+    Args:
+        forward: the smaller model over its cache, which is not quantised and has no rings.
+        vocab_size: V, of the model that verifies. Rows of either embedding may be padded beyond the tokenizer.
+        cost: (lengths) -> time of one draft relative to a plain step.
+    """
+
+    def __init__(
+        self, forward: RowForward, vocab_size: int, cost: Callable[[list[int]], float], operation: OperationHook
+    ) -> None:
+        self._forward, self._vocab_size, self._cost = forward, vocab_size, cost
+        self._operation = operation
+        cache = forward.cache
+        # [B, N]: the token whose keys and values the cache holds at each place; -1: none.
+        self._held = torch.full((cache.batch_size, cache.max_context), -1, device=cache.device)
+        self._places = torch.arange(cache.max_context, device=cache.device)
+
+    def begin(self, history: TokenHistory) -> None:
+        """Keep what all ranks hold of these texts: an interrupted call may have ended elsewhere on each."""
+        kept = self._forward.transport.all_gather_world(self._common(history)).amin(0)
+        self._forget_from(kept)
+
+    def draft(self, request: DraftRequest) -> Drafts:
+        """One step of the smaller model for each draft. See `Drafter.draft`."""
+        newest_logits = self._catch_up(request.history)
+        is_first = True
+
+        def next_logits(token_ids: Tensor, seq_lens: Tensor) -> Tensor:
+            nonlocal is_first
+            if is_first:
+                is_first = False
+                return newest_logits
+            logits, _ = self._forward.full(token_ids[None], seq_lens[None])
+            self._held.scatter_(1, seq_lens.long()[:, None] - 1, token_ids[:, None])
+            return self._fitted(logits[0])
+
+        return draft_by_steps(request, next_logits)
+
+    def cost(self, seq_lens: list[int]) -> float:
+        """Bytes of a step relative to those of the model that verifies. See `Drafter.cost`."""
+        return self._cost(seq_lens)
+
+    def _common(self, history: TokenHistory) -> Tensor:
+        """[B] int64: tokens at the start of each text that the cache holds, the newest one left out."""
+        is_held = self._held == history.token_ids[:, : self._held.shape[1]]
+        return torch.minimum(is_held.long().cumprod(1).sum(1), history.lengths.long() - 1)
+
+    def _forget_from(self, counts: Tensor) -> None:
+        self._held.masked_fill_(self._places >= counts[:, None], -1)
+
+    def _catch_up(self, history: TokenHistory) -> Tensor:
+        """Give the cache all tokens of the texts; returns the logits after the newest ones, [B, V]."""
+        forward, lengths, count = self._forward, history.lengths.long(), self._common(history)
+        self._forget_from(count)  # first: if this is interrupted, the cache may hold less
+        for request, (start, length) in enumerate(zip(count.tolist(), lengths.tolist(), strict=True)):
+            if length - start > CATCH_UP_ROWS:
+                ids = history.token_ids[request, : length - 1].tolist()
+                prefill(forward.model, forward.cache, forward.transport, request, ids, self._operation, start=start)
+                count[request] = length - 1
+        rows = torch.arange(int((lengths - count).max()), device=count.device)
+        # Rows behind the newest token repeat it.
+        places = torch.minimum(count[:, None] + rows, lengths[:, None] - 1)
+        logits, _ = forward.full(history.token_ids.gather(1, places).T.contiguous(), places.T.contiguous().int() + 1)
+        is_text = self._places < lengths[:, None]
+        self._held = torch.where(is_text, history.token_ids[:, : len(self._places)], self._held)
+        return self._fitted(logits[-1])
+
+    def _fitted(self, logits: Tensor) -> Tensor:
+        """Cut or pad to the vocabulary of the model that verifies."""
+        missing = self._vocab_size - logits.shape[1]
+        return F.pad(logits, (0, missing), value=-torch.inf) if missing else logits

@@ -1,0 +1,174 @@
+"""What `--draft` adds to an engine: the checks before memory is taken, the draft model, and the step of rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from alspec.config import EngineConfig
+from alspec.errors import UserError, show
+from alspec.models.checkpoint.checkpoint import Checkpoint
+from alspec.models.checkpoint.source import draft_model_source, model_config
+from alspec.models.llama import Llama
+from alspec.models.llama_config import LlamaConfig
+from alspec.models.tokenizer.tokenizer import Tokenizer
+from alspec.predictor import KV_TILE, first_lossy_length
+from alspec.runtime.cache.codecs import Cache, check_head_dim, new_cache
+from alspec.runtime.decode.hooks import OperationHook
+from alspec.runtime.decode.rounds.draft_policy import DraftPolicy
+from alspec.runtime.decode.rounds.drafter import Drafter
+from alspec.runtime.decode.rounds.model_drafter import ModelDrafter
+from alspec.runtime.decode.rounds.ngram_drafter import NgramDrafter
+from alspec.runtime.decode.rounds.round_step import RoundStep
+from alspec.runtime.decode.rounds.row_forward import RowForward
+from alspec.runtime.decode.rounds.self_drafter import SelfDrafter
+from alspec.runtime.distributed.transport import Transport
+from alspec.runtime.engine.composition import Choices
+from alspec.runtime.engine.loading import open_model, read_weights
+from alspec.runtime.engine.memory import RoundSize
+from alspec.runtime.profiling.stats import step_bytes
+
+__all__ = ["Drafting", "check_rings", "draft_model_config", "round_size"]
+
+
+def draft_model_config(config: EngineConfig) -> LlamaConfig | None:
+    """Shape of the draft model; None without one.
+
+    Raises:
+        UserError: a broken folder or file.
+    """
+    own = draft_model_source(config)
+    if own is None:
+        return None
+    with _naming_draft():
+        return model_config(own)
+
+
+@contextmanager
+def _naming_draft() -> Iterator[None]:
+    """Begin the message of a `UserError` with the setting that it is about."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"draft: {error}") from None
+
+
+def round_size(config: EngineConfig, draft_model: LlamaConfig | None) -> RoundSize | None:
+    """What rounds need in memory; None without drafts."""
+    return None if config.draft == "off" else RoundSize(config.draft_tokens + 1, draft_model)
+
+
+def check_rings(config: EngineConfig, target: LlamaConfig, draft_model: LlamaConfig | None, context: int) -> None:
+    """Refuse drafts in a context that is longer than a sliding window: rejected ones would replace tokens of the ring.
+
+    Raises:
+        UserError: names the model and its window.
+    """
+    for name, model in (("the model", target), (config.draft, draft_model)) if config.draft != "off" else ():
+        if model is not None and (window := model.window_below(context)):
+            raise UserError(
+                f"draft: {name} has a sliding window of {window} tokens, and drafts need all of a context of "
+                f"{context}; use --draft off, or a context (--max-context) of up to {window} tokens"
+            )
+
+
+@dataclass
+class Drafting:
+    """Drafts of one engine. Created before memory is taken; `load` takes that of the draft model's weights."""
+
+    config: EngineConfig
+    target: LlamaConfig  # the model that verifies
+    choices: Choices
+    model_config: LlamaConfig | None  # of the draft model
+    checkpoint: Checkpoint | None
+    model: Llama | None = None  # the draft model, when it is loaded
+
+    @classmethod
+    def open(
+        cls, config: EngineConfig, target: LlamaConfig, tokenizer: Tokenizer | None, choices: Choices
+    ) -> Drafting | None:
+        """Open the draft model's files and compare its tokenizer; None if nothing is drafted.
+
+        Raises:
+            UserError: a broken folder or file, another tokenizer, or a model that does not divide over the ranks.
+        """
+        if config.draft == "off":
+            return None
+        settings, model = draft_model_source(config), draft_model_config(config)
+        if settings is None or model is None:
+            return cls(config, target, choices, None, None)
+        with _naming_draft():
+            model.check_tp_size(choices.placement.tp_size)
+            check_head_dim(model, choices.device)
+            checkpoint, own = open_model(settings, model)
+        _check_tokenizers(config.draft, tokenizer, own)
+        return cls(config, target, choices, model, checkpoint)
+
+    @property
+    def size(self) -> RoundSize | None:
+        """What rounds need in memory."""
+        return round_size(self.config, self.model_config)
+
+    def load(self, transport: Transport) -> None:
+        """Read this rank's weights of the draft model."""
+        if self.model_config is not None:
+            choices = self.choices
+            weights = read_weights(self.checkpoint, self.model_config, choices.placement, choices.dtype, choices.device)
+            self.model = Llama(self.model_config, weights, transport)
+
+    def build_step(self, model: Llama, cache: Cache, transport: Transport, operation: OperationHook) -> RoundStep:
+        """The step of rounds over one cache, with the draft model's own cache of the same size."""
+        chunk_size = self.config.speculation.chunk_size
+        recalled = self.config.speculation.recalled if self.config.draft == "self" else 0
+        forward = RowForward(model, cache, transport, chunk_size, operation, recalled)
+        drafter: Drafter
+        if self.config.draft == "ngram":
+            drafter = NgramDrafter()
+        elif self.config.draft == "self":
+            drafter = SelfDrafter(forward, self._self_cost)
+        else:
+            assert self.model is not None
+            assert self.model_config is not None
+            self.model.set_total_length(cache.max_context)
+            own = new_cache(
+                "bf16", self.model_config, transport.placement.tp_size, cache.batch_size, cache.max_context,
+                self.choices.dtype, cache.device,
+            )  # fmt: skip
+            own_forward = RowForward(self.model, own, transport, chunk_size, operation)
+            drafter = ModelDrafter(own_forward, self.target.vocab_size, self._model_cost, operation)
+        return RoundStep(forward, drafter, self.config.draft_tokens, DraftPolicy(self.config.draft_always))
+
+    def _step_bytes(self, model: LlamaConfig, seq_lens: list[int], kv_cache: str, kv_protect: int) -> int:
+        return step_bytes(model, self.choices.placement.shard, self.choices.dtype, seq_lens, kv_cache, kv_protect)
+
+    def _full_bytes(self, seq_lens: list[int]) -> int:
+        return self._step_bytes(self.target, seq_lens, self.config.kv_cache, self.config.kv_protect)
+
+    def _self_cost(self, seq_lens: list[int]) -> float:
+        speculation = self.config.speculation
+        longest = first_lossy_length(speculation.chunk_size) + KV_TILE * speculation.recalled
+        return self._full_bytes([min(n, longest) for n in seq_lens]) / self._full_bytes(seq_lens)
+
+    def _model_cost(self, seq_lens: list[int]) -> float:
+        assert self.model_config is not None
+        return self._step_bytes(self.model_config, seq_lens, "bf16", 0) / self._full_bytes(seq_lens)
+
+
+def _check_tokenizers(draft: str, target: Tokenizer | None, own: Tokenizer | None) -> None:
+    """Check that the same ids are the same tokens.
+
+    Raises:
+        UserError: names the first token that differs.
+    """
+    if target is None or own is None:
+        which = "the model" if target is None else draft
+        raise UserError(f"draft: {which} has no tokenizer to compare; use --draft self or ngram")
+    expected, found = ({id_: token for token, id_ in each.core.get_vocab().items()} for each in (target, own))
+    for id_ in sorted(expected.keys() | found.keys()):
+        if expected.get(id_) != found.get(id_):
+            token, other = ("no token" if each is None else show(each) for each in (expected.get(id_), found.get(id_)))
+            raise UserError(
+                f"draft: {draft}: expected the model's tokenizer, whose id {id_} is {token}, found {other}; use a "
+                "smaller model of the same family"
+            )

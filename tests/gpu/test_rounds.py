@@ -1,0 +1,44 @@
+"""Rounds on one GPU: operations are launched one by one, and the text is that of captured steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from alspec.config import SamplingConfig
+from alspec.models.demo import DEMO_CHECKPOINT
+from alspec.runtime.engine.engine import Engine
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+PROMPTS = [(DEMO_CHECKPOINT.parent / "prompt.txt").read_text(encoding="utf-8"), "The road", "It was"]
+
+
+@pytest.mark.parametrize("draft", ["ngram", "self", f"model:{DEMO_CHECKPOINT}"])
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "seed": 3, "frequency_penalty": 0.3}])
+def test_the_text_is_that_of_captured_steps(draft: str, sampling: dict[str, Any]) -> None:
+    how = SamplingConfig(max_new_tokens=40, ignore_eos=True, **sampling)
+    with Engine.from_pretrained(dtype="fp32") as engine:
+        expected = engine.generate(PROMPTS, how)
+        assert engine.is_fused
+    with Engine.from_pretrained(dtype="fp32", draft=draft, draft_always=True) as engine:
+        assert engine.generate(PROMPTS, how) == expected
+        assert not engine.is_fused
+        assert any("launched one by one" in notice for notice in engine.notices)
+        assert sum(accepted for step in engine.generation.rounds for _, accepted in step) > 0
+
+
+@pytest.mark.parametrize("kv_cache", ["turbo4", "turboquant3", "hybrid-k4v2"])
+def test_rounds_over_quantised_caches_end_as_they_should(kv_cache: str) -> None:
+    """Products of one and of several rows are rounded differently here, which a quantised cache amplifies."""
+    how = SamplingConfig(max_new_tokens=150, ignore_eos=True, logprobs=0)
+    for draft in ("ngram", "self"):
+        with Engine.from_pretrained(kv_cache=kv_cache, draft=draft, draft_always=True) as engine:
+            answers = engine.generate(PROMPTS, how)
+            assert isinstance(answers, list)
+            assert [len(answer.token_ids) for answer in answers] == [150] * 3
+            assert all(accepted < 5 for step in engine.generation.rounds for _, accepted in step)
+            logprobs = torch.tensor([[each.logprob for each in answer.logprobs or ()] for answer in answers])
+            assert logprobs.isfinite().all()
+            assert logprobs.mean() > -4.0

@@ -1,0 +1,150 @@
+"""`--draft` on the command line: the same text, reports, measurements, and what does not go together with it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from alspec.config import EngineConfig, validate
+from alspec.errors import UserError
+from alspec.launch import evaluate, latency
+
+Run = Callable[..., tuple[int, str, str]]
+PROMPT = "One two three four. One two three four. One two three "
+LENGTH = ("--max-new-tokens", 30, "--ignore-eos")
+# A text of few characters repeats itself.
+FEW = ("--logit-bias", ",".join(f"{token}=60" for token in (1, 66, 67, 68)))
+
+
+def test_drafters() -> None:
+    """YAML reads off as false."""
+    for value, expected in ((False, "off"), ("off", "off"), ("self", "self"), ("model:a/b", "model:a/b")):
+        assert EngineConfig.model_validate({"draft": value}).draft == expected
+    for wrong in (True, "on", "model:", "model", 4, ["ngram"], {}, None):
+        with pytest.raises(UserError, match=r"^Engine: draft: expected off, ngram, self or model:DIR, found "):
+            validate(EngineConfig, {"draft": wrong}, "Engine")
+
+
+def test_json_says_which_tokens_were_drafts(generate_json: Callable[..., Any]) -> None:
+    plain = generate_json("--prompt", PROMPT, *LENGTH, *FEW)
+    found = generate_json("--prompt", PROMPT, *LENGTH, *FEW, "--draft", "ngram", "--draft-tokens", 3, "--draft-always")
+    (request,), (expected,) = found["requests"], plain["requests"]
+    assert request["token_ids"] == expected["token_ids"]
+    assert "drafted" not in expected
+    assert plain["rounds"] == []
+    assert plain["summary"]["drafts"] is None
+    rounds = [each for step in found["rounds"] for each in step]
+    drafted: list[bool] = []
+    for _, accepted in rounds:
+        drafted += [True] * accepted + [False]
+    assert request["drafted"] == [False, *drafted][: len(request["token_ids"])]
+    drafts = found["summary"]["drafts"]
+    assert sum(drafts["accepted_histogram"]) == drafts["rounds"] == sum(count > 0 for count, _ in rounds) > 0
+    assert sum(accepted for _, accepted in rounds) > 0
+    assert len(found["step_us"]) == len(rounds) < len(plain["step_us"])
+    assert found["config"]["draft"] == "ngram"
+
+
+def test_color_shades_accepted_drafts(
+    run: Run, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    flags = ("--model", checkpoint, "--transport", "gloo", "--prompt", PROMPT, *LENGTH, *FEW, "--draft", "self")
+    code, out, err = run(*flags, "--color", "--json", tmp_path / "out.json")
+    assert code == 0
+    assert "self, up to 4: " in err
+    (request,) = json.loads((tmp_path / "out.json").read_text())["requests"]
+    pieces = re.findall(r"\x1b\[[\d;]*m(.*?)\x1b\[0m", out, re.DOTALL)
+    assert re.sub(r"\x1b\[[\d;]*m", "", out) == request["text"] + "\n"
+    assert len(pieces) == sum(request["drafted"]) > 10
+
+
+def test_a_batch_in_a_small_model_with_a_draft_model(run: Run, checkpoint: Path, tmp_path: Path) -> None:
+    lines = [json.dumps({"prompt": text}) for text in ("One", "Two three", "Go")]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
+    flags = ("--model", checkpoint, "--transport", "gloo", "--prompt-file", tmp_path / "prompts.jsonl", *LENGTH)
+    flags = (*flags, "--answers", 2, "--temperature", 1)
+    code, expected, _ = run(*flags)
+    assert code == 0
+    code, found, err = run(*flags, "--draft", f"model:{checkpoint}")
+    assert (code, found) == (0, expected)
+    assert re.search(r"model:\S+, up to 4: 4\.\d\d tokens a step", re.sub(r"\s+", " ", err))
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (("--draft", "ngram", "--speculation", "simulated"), "draft: ngram needs --speculation off, found simulated"),
+        (("--draft", "4"), "flags: --draft: expected off, ngram, self or model:DIR, found '4'"),
+        (("--draft", "model:"), "flags: --draft: expected off, ngram, self or model:DIR, found 'model:'"),
+        (("--draft", "ngram", "--draft-tokens", 0), "flags: --draft-tokens: expected 1 or more, found '0'"),
+        (("--draft", "ngram", "--draft-tokens", 16), "flags: --draft-tokens: expected 15 or less, found '16'"),
+        (("--draft-always",), "draft_always without effect: draft is off"),
+        (("--draft", "model:a\0b"), "draft: model: expected a path, found 'a\\x00b'"),
+        (("--draft", "model:nowhere"), "draft: nowhere: expected a model folder, found nothing"),
+        (("--draft", "self", "--cuda-graph", "on"), "on is not available with --draft"),
+        (("--draft", "self", "--transport", "symm"), "symm"),
+    ],
+)
+def test_refusals(run: Run, checkpoint: Path, flags: tuple[Any, ...], expected: str) -> None:
+    code, _, err = run("--model", checkpoint, "--prompt", PROMPT, *flags)
+    assert code == 2
+    assert expected in err
+    assert err.count("\n") == 1
+
+
+def test_a_number_of_drafts_without_a_drafter(run: Run, checkpoint: Path) -> None:
+    flags = ("--model", checkpoint, "--transport", "gloo", "--prompt", PROMPT, "--max-new-tokens", 2)
+    assert "alspec: --draft-tokens without effect: --draft is off\n" in run(*flags, "--draft-tokens", 5)[2]
+    assert "without effect" not in run(*flags, "--draft-tokens", 5, "--draft", "ngram")[2]
+
+
+def test_latency_measures_plain_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    assert latency.main(["--draft", "ngram"]) == 2
+    assert "flags: --draft: latency measures plain steps" in capsys.readouterr().err
+
+
+def test_plan_counts_the_draft_model(run: Run, checkpoint: Path) -> None:
+    """Weights and cache of the model itself, twice; pairs do not draft."""
+
+    def sizes(*flags: object) -> dict[tuple[str, str], list[float]]:
+        code, out, _ = run("--plan", *flags)
+        assert code == 0
+        assert ("latency of plain steps" in out) == ("--draft" in flags)
+        rows = [re.split(r"\s*│\s*", line.strip("│ ")) for line in out.splitlines() if re.match(r"│\s*\d", line)]
+        return {(row[0], row[1]): [float(cell) for cell in row[3:6]] for row in rows}
+
+    plain, drafted = sizes(), sizes("--draft", "model:models/demo/checkpoint")
+    assert {key for key in plain if key[1] == "off"} == set(drafted)
+    for key, (weights, cache, buffers) in drafted.items():
+        assert weights == pytest.approx(2 * plain[key][0], abs=0.011)
+        assert cache == pytest.approx(2 * plain[key][1], abs=0.011)
+        assert buffers >= plain[key][2]
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "self"])
+def test_evaluate_measures_drafts(
+    checkpoint: Path, tmp_path: Path, drafter: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, rows = tmp_path / "text.txt", tmp_path / "rows.jsonl"
+    text.write_text("The old man walked slowly down the road. " * 30)
+    flags = ["--model", checkpoint, "--transport", "gloo", "--text", text, "--draft", drafter, "--draft-tokens", 2]
+    flags += ["--contexts", "130,200", "--windows", 2, "--temperatures", "0,1.5", "--rows", rows]
+    assert evaluate.main(list(map(str, flags))) == 0
+    assert "tokens a step" in capsys.readouterr().out
+    found = [json.loads(line) for line in rows.read_text().splitlines()]
+    assert [(row["case"]["context"], row["case"]["temperature"]) for row in found] == [
+        (130, 0.0), (130, 1.5), (200, 0.0), (200, 1.5),
+    ]  # fmt: skip
+    for row in found:
+        details = row["details"]
+        assert row["value"] == details["tokens_per_step"] >= 1.0
+        if drafter == "self":  # sink and window are everything: all drafts are right
+            # 63 tokens behind the first: 21 rounds of three, in each of two windows.
+            assert (row["value"], details["accepted_histogram"]) == (3.0, [0, 0, 42])
+            assert details["accepted_by_place"] == [1.0, 1.0]

@@ -1,0 +1,87 @@
+"""Drafting stops where it does not pay, and is tried again."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from alspec.runtime.decode.rounds.draft_policy import (
+    FIRST_PAUSE_STEPS,
+    LONGEST_PAUSE_STEPS,
+    PROBE_ROUNDS,
+    RESUME_MARGIN,
+    WINDOW_ROUNDS,
+    DraftPolicy,
+    round_cost,
+)
+
+
+def run(policy: DraftPolicy, tokens: list[float]) -> list[bool]:
+    """Which steps draft, if a round at each step yields so many tokens."""
+    drafted = []
+    for each in tokens:
+        drafted.append(policy.drafts())
+        if drafted[-1]:
+            policy.record(each)
+    return drafted
+
+
+def test_it_drafts_while_that_pays() -> None:
+    policy = DraftPolicy()
+    policy.begin(2.0)
+    assert all(run(policy, [1.0, 3.0] * 100))
+
+
+def test_it_pauses_and_probes() -> None:
+    """A probe that fails doubles the pause, up to a limit; one that pays by the margin resumes."""
+    policy = DraftPolicy()
+    policy.begin(2.0)
+    assert run(policy, [1.9] * WINDOW_ROUNDS) == [True] * WINDOW_ROUNDS
+    pause = FIRST_PAUSE_STEPS
+    for _ in range(8):
+        # Pays, but not by the margin.
+        steps = [2.0 * RESUME_MARGIN - 0.01] * (pause + PROBE_ROUNDS)
+        assert run(policy, steps) == [False] * pause + [True] * PROBE_ROUNDS
+        pause = min(2 * pause, LONGEST_PAUSE_STEPS)
+    assert pause == LONGEST_PAUSE_STEPS
+    steps = [2.0 * RESUME_MARGIN + 0.01] * (pause + 100)
+    assert run(policy, steps) == [False] * pause + [True] * 100
+    assert run(policy, [1.0] * WINDOW_ROUNDS).count(True) < WINDOW_ROUNDS, "old rounds leave the window"
+
+
+def test_a_generation_begins_anew() -> None:
+    policy = DraftPolicy()
+    policy.begin(2.0)
+    run(policy, [1.0] * (WINDOW_ROUNDS + 5))
+    assert not policy.drafts()
+    policy.begin(2.0)
+    assert all(run(policy, [1.0] * WINDOW_ROUNDS))
+
+
+def test_always() -> None:
+    policy = DraftPolicy(always=True)
+    policy.begin(9.0)
+    assert all(run(policy, [1.0] * 100))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_it_is_never_far_from_the_better_choice(seed: int) -> None:
+    """Over texts that change their nature, it takes little longer than the better of drafting always and never."""
+    draw, cost = random.Random(seed), 1.4
+    tokens: list[float] = []
+    for _ in range(12):
+        mean = draw.choice([1.05, 1.2, 2.0, 3.0])
+        tokens += [1.0 + draw.expovariate(1 / (mean - 1.0)) for _ in range(draw.randint(200, 600))]
+    policy = DraftPolicy()
+    policy.begin(cost)
+    drafted = run(policy, tokens)
+    made = sum(each if on else 1.0 for each, on in zip(tokens, drafted, strict=True))
+    time = sum(cost if on else 1.0 for on in drafted)
+    better = max(1.0, sum(tokens) / len(tokens) / cost)
+    assert made / time > 0.93 * better
+
+
+def test_cost_of_a_round() -> None:
+    assert round_cost(4, 0.0, row_cost=0.05) == pytest.approx(1.2)
+    assert round_cost(2, 0.25, row_cost=0.1) == pytest.approx(1.7)

@@ -1,0 +1,187 @@
+"""Rounds give the text of plain decoding, and leave its cache, whatever is drafted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from round_cases import CoinDrafter, ConstantDrafter, cached, engine_of, generated, put_drafter
+from tiers import covering, fast
+
+from alspec.config import SamplingConfig
+from alspec.errors import BadNumbersError
+from alspec.runtime.engine.generation import Token
+
+CODECS = ["bf16", "turbo4", "turboquant3", "hybrid-k4v2"]
+GREEDY: dict[str, Any] = {}
+SAMPLED: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "seed": 5}
+PENALISED = {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.2}
+FEW_TOKENS = {7: 100.0, 30: 99.0, 99: 100.0, 150: 99.5, 201: 100.0}  # a text of few tokens repeats itself
+HOW = {"greedy": GREEDY, "sampled": SAMPLED, "penalised": PENALISED, "both": SAMPLED | PENALISED}
+NEW_TOKENS = 24
+LENGTHS = [90, 61, 14]  # the second prompt's text goes beyond a block
+
+
+@pytest.fixture(scope="module")
+def prompts(make_prompt: Any) -> list[list[int]]:
+    """A text that repeats itself, so that drafts are found, and two random ones."""
+    repeated = make_prompt(12, seed=3)
+    return [(repeated * 10)[: LENGTHS[0]], *(make_prompt(length, seed=length) for length in LENGTHS[1:])]
+
+
+def sampling_of(how: str, **more: Any) -> SamplingConfig:
+    return SamplingConfig(
+        **{"max_new_tokens": NEW_TOKENS, "ignore_eos": True, "logit_bias": FEW_TOKENS} | HOW[how] | more
+    )
+
+
+@pytest.fixture(scope="module")
+def plain(turbo_folder: Path, prompts: list[list[int]]) -> Any:
+    """The text and the cache of plain decoding, by codec and settings."""
+    found: dict[tuple[str, str], tuple[list[list[int]], list[torch.Tensor]]] = {}
+
+    def run(codec: str, how: str) -> tuple[list[list[int]], list[torch.Tensor]]:
+        if (codec, how) not in found:
+            with engine_of(turbo_folder, kv_cache=codec) as engine:
+                tokens = generated(engine, prompts, sampling_of(how))
+                found[codec, how] = tokens, cached(engine, cached_lengths(prompts))
+        return found[codec, how]
+
+    return run
+
+
+def cached_lengths(prompts: list[list[int]]) -> list[int]:
+    """Tokens of each request in the cache: the last one was never fed."""
+    return [len(ids) + NEW_TOKENS - 1 for ids in prompts]
+
+
+@pytest.mark.parametrize(
+    ("drafter", "codec", "how", "num_drafts"), covering(["ngram", "self"], CODECS, list(HOW), [1, 2, 3, 8])
+)
+def test_text_and_cache_are_those_of_plain_decoding(
+    turbo_folder: Path, prompts: list[list[int]], plain: Any, drafter: str, codec: str, how: str, num_drafts: int
+) -> None:
+    tokens, cache = plain(codec, how)
+    options = {"kv_cache": codec, "draft": drafter, "draft_tokens": num_drafts, "draft_always": True}
+    with engine_of(turbo_folder, **options) as engine:
+        assert generated(engine, prompts, sampling_of(how)) == tokens
+        rounds = [each for step in engine.generation.rounds for each in step]
+        assert sum(drafts for drafts, _ in rounds) > 0
+        assert all(0 <= accepted <= drafts <= num_drafts for drafts, accepted in rounds)
+        if drafter == "self":  # sink and window are everything here: every draft is right
+            assert all(accepted == drafts for drafts, accepted in rounds)
+        for found, expected in zip(cached(engine, cached_lengths(prompts)), cache, strict=True):
+            assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("codec", fast([*CODECS, "turbo-mixed"], ["turbo4"]))
+@pytest.mark.parametrize("seed", fast([1, 2, 3], [1]))
+def test_drafts_that_are_right_by_chance_leave_nothing_behind(
+    turbo_folder: Path, make_prompt: Any, codec: str, seed: int
+) -> None:
+    """Many rounds, over several blocks. The last rounds of a text see a cache that others have ended at any place."""
+    prompts = [make_prompt(length, seed=seed + length) for length in (62, 126, 3)]
+    sampling = SamplingConfig(max_new_tokens=100, ignore_eos=True, temperature=1.0, seed=seed)
+    lengths = [len(ids) + sampling.max_new_tokens - 1 for ids in prompts]
+    with engine_of(turbo_folder, kv_cache=codec) as engine:
+        tokens = generated(engine, prompts, sampling)
+        expected = cached(engine, lengths)
+    with engine_of(turbo_folder, kv_cache=codec, draft="ngram") as engine:
+        engine.load(3, max(map(len, prompts)) + sampling.max_new_tokens)
+        texts = [ids + new for ids, new in zip(prompts, tokens, strict=True)]
+        put_drafter(engine, CoinDrafter(texts, seed), 5)
+        assert generated(engine, prompts, sampling) == tokens
+        accepted = {accepted for step in engine.generation.rounds for drafts, accepted in step if drafts == 5}
+        assert accepted >= {0, 1, 2, 3}
+        for found, right in zip(cached(engine, lengths), expected, strict=True):
+            assert torch.equal(found, right)
+
+
+@pytest.mark.parametrize("codec", ["bf16", "turboquant3"])
+def test_rounds_around_the_edge_of_a_block(turbo_folder: Path, make_prompt: Any, codec: str) -> None:
+    """Every length near an edge; over a quantised cache no round crosses it."""
+    edges = [*range(62, 67), *range(126, 130)]
+    prompts = [make_prompt(length, seed=length) for length in edges]
+    sampling = SamplingConfig(max_new_tokens=9, ignore_eos=True)
+    with engine_of(turbo_folder, kv_cache=codec) as engine:
+        tokens = generated(engine, prompts, sampling)
+    with engine_of(turbo_folder, kv_cache=codec, draft="self", draft_tokens=3, draft_always=True) as engine:
+        assert generated(engine, prompts, sampling) == tokens
+        steps = len(engine.generation.step_us)
+        # Each round yields four tokens; a prompt of 62 tokens has room for drafts in one place of its block only.
+        assert steps == 2 if codec == "bf16" else steps > 2
+
+
+def test_the_end_of_the_context(turbo_folder: Path, make_prompt: Any) -> None:
+    """Rounds get shorter before the end, and write nothing behind it."""
+    prompts = [make_prompt(50, seed=1), make_prompt(39, seed=2)]
+    sampling = SamplingConfig(max_new_tokens=20, ignore_eos=True)
+    with engine_of(turbo_folder) as engine:
+        tokens = generated(engine, prompts, sampling)
+    with engine_of(turbo_folder, draft="self", draft_tokens=8, draft_always=True, max_context=70) as engine:
+        assert generated(engine, prompts, sampling) == tokens
+        assert engine.cache.max_context == 70
+        # The first token is the prompt's; 9 + 9 + 1 follow, for both requests.
+        assert engine.generation.rounds == [[(8, 8), (8, 8)], [(8, 8), (8, 8)], [(0, 0), (0, 0)]]
+
+
+@pytest.mark.parametrize("how", ["stop id", "length", "stop text"])
+def test_a_request_ends_in_the_middle_of_a_round(turbo_folder: Path, make_prompt: Any, how: str) -> None:
+    """The rest of the round is dropped, log probabilities are those of each token, and what is kept is right."""
+    prompts = [make_prompt(30, seed=3), make_prompt(41, seed=4)]
+    free = SamplingConfig(max_new_tokens=20, ignore_eos=True, logprobs=2)
+    with engine_of(turbo_folder) as engine:
+        text = generated(engine, prompts, free)[0]
+        assert engine.tokenizer is not None
+        pieces = [engine.tokenizer.decode([token]) for token in text]
+    place = next(place for place in range(4, 19) if pieces[place].isascii() and pieces[place] not in pieces[:place])
+    options = {
+        "stop id": {"stop_ids": (text[place],)},
+        "length": {"max_new_tokens": 9},
+        "stop text": {"stop": (pieces[place],)},
+    }
+    ended = free.model_copy(update=options[how])
+    with engine_of(turbo_folder) as engine:
+        expected = list(engine.stream(prompts, ended))
+        texts = [request.prompt_ids + request.token_ids for request in engine.generation.requests]
+    assert 3 < len(texts[0]) - len(prompts[0]) < 20
+    longer = [[*ids, 1, 2] for ids in texts]
+    with engine_of(turbo_folder) as engine:
+        answers = generated(engine, longer, free)
+    with engine_of(turbo_folder, draft="self", draft_tokens=5, draft_always=True, max_context=100) as engine:
+        found = list(engine.stream(prompts, ended))
+        assert seen(found) == seen(expected)
+        marks = [token.is_draft for token in found if token.request == 0]
+        assert marks[:7] == [None, *[True] * 5, False][: len(marks)]
+        assert len(engine.generation.step_us) < 5
+        assert generated(engine, longer, free) == answers
+        for reused, ids in zip(engine.generation.reused_tokens, texts, strict=True):
+            assert len(ids) - 1 <= reused <= len(ids)
+
+
+def seen(tokens: list[Token]) -> list[list[tuple[Any, ...]]]:
+    """What a client sees of each request, without what drafts add. A round yields a request's tokens in a row."""
+    parts = [(each.request, each.token_id, each.text, each.finish_reason, each.logprobs) for each in tokens]
+    return [[part for part in parts if part[0] == request] for request in (0, 1)]
+
+
+def test_bad_numbers_behind_a_wrong_draft_do_not_matter(turbo_folder: Path, make_prompt: Any) -> None:
+    """A plain run would not see them. In an emitted token's logits they end the run."""
+    prompt, bad = make_prompt(20, seed=1), 300
+    sampling = SamplingConfig(max_new_tokens=9, ignore_eos=True, logit_bias={bad: -100.0})
+    with engine_of(turbo_folder) as engine:
+        tokens = generated(engine, [prompt], sampling)
+    with engine_of(turbo_folder, draft="ngram") as engine:
+        engine.load(1, 64)
+        put_drafter(engine, ConstantDrafter(bad), 3)
+        engine.model.weights.embedding[bad] = torch.nan
+        assert generated(engine, [prompt], sampling) == tokens
+        assert engine.generation.rounds[0] == [(3, 0)]
+        engine.model.weights.embedding[tokens[0][4]] = torch.nan
+        with pytest.raises(BadNumbersError, match="rank 0, layer 0, step "):
+            list(engine.stream(prompt, sampling))
+        found = engine.generation.requests[0].token_ids
+        assert found == tokens[0][: len(found)]
+        assert 0 < len(found) <= 5

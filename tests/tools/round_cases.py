@@ -1,0 +1,94 @@
+"""Engines over the models of the runtime tests, their caches, and a drafter that is right half of the time."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from alspec.config import SamplingConfig
+from alspec.kernels.attention.dispatch import KVLayer
+from alspec.runtime.decode.rounds.draft_policy import DraftPolicy
+from alspec.runtime.decode.rounds.drafter import Drafter, DraftRequest, Drafts
+from alspec.runtime.decode.rounds.round_step import RoundStep
+from alspec.runtime.decode.rounds.row_forward import RowForward
+from alspec.runtime.decode.rounds.token_history import TokenHistory
+from alspec.runtime.engine.engine import Engine
+
+__all__ = ["CoinDrafter", "ConstantDrafter", "cached", "engine_of", "generated", "put_drafter"]
+
+
+def engine_of(folder: Path, **options: Any) -> Engine:
+    return Engine.from_pretrained(folder, transport="gloo", dtype="fp32", **options)
+
+
+def generated(engine: Engine, prompts: list[list[int]], sampling: SamplingConfig) -> list[list[int]]:
+    return [answer.token_ids for answer in engine.generate(prompts, sampling)]  # type: ignore[union-attr]
+
+
+def cached(engine: Engine, lengths: Sequence[int]) -> list[Tensor]:
+    """Every byte that the cache holds of each request's first `lengths` tokens; records as far as blocks are full."""
+    cache, found = engine.cache, []
+    for index in range(cache.num_layers):
+        layer = cache.layer(index)
+        for request, length in enumerate(lengths):
+            if isinstance(layer, KVLayer):
+                found += [buffer[request, :, :length].clone() for buffer in (layer.k, layer.v)]
+                continue
+            blocks, rest = divmod(length, 64)
+            found += [layer.tail[request, :, :, :rest].clone(), layer.tail_scale[request].clone()]
+            found.append(layer.scales[request, :, :blocks].clone())
+            size = len(layer.words) // layer.batch_size // layer.num_kv_heads // layer.scales.shape[2]
+            for start in layer.offset[request].tolist():
+                found.append(layer.words[start : start + blocks * size].clone())
+    return found
+
+
+class CoinDrafter:
+    """Proposes the tokens of a known text, each right with probability 1/2; now and then fewer, or none."""
+
+    def __init__(self, texts: list[list[int]], seed: int) -> None:
+        self._texts, self._draw = texts, random.Random(seed)
+
+    def begin(self, history: TokenHistory) -> None:
+        pass
+
+    def draft(self, request: DraftRequest) -> Drafts:
+        rows, counts = [], []
+        for text, length, most in zip(
+            self._texts, request.history.lengths.tolist(), request.most.tolist(), strict=True
+        ):
+            right = (text[length : length + request.width] + [0] * request.width)[: request.width]
+            rows.append([token if self._draw.random() < 0.5 else (token + 1) % 256 for token in right])
+            counts.append(self._draw.choice([most, most, self._draw.randint(0, most)]))
+        return Drafts(torch.tensor(rows), torch.tensor(counts))
+
+    def cost(self, seq_lens: list[int]) -> float:
+        return 0.0
+
+
+class ConstantDrafter:
+    """Proposes one token only."""
+
+    def __init__(self, token_id: int) -> None:
+        self._token_id = token_id
+
+    def begin(self, history: TokenHistory) -> None:
+        pass
+
+    def draft(self, request: DraftRequest) -> Drafts:
+        return Drafts(torch.full((len(request.most), request.width), self._token_id), request.most)
+
+    def cost(self, seq_lens: list[int]) -> float:
+        return 0.0
+
+
+def put_drafter(engine: Engine, drafter: Drafter, num_drafts: int) -> None:
+    """Replace the engine's step by rounds with this drafter. The engine is loaded."""
+    assert isinstance(engine.decode_step, RoundStep)
+    forward = RowForward(engine.model, engine.cache, engine.connected(), 128, engine._step_operation)
+    engine.decode_step = RoundStep(forward, drafter, num_drafts, DraftPolicy(always=True))
