@@ -30,7 +30,7 @@ NEW_TOKENS = 64  # tokens by which each prompt is continued; a context counts th
 CONTEXTS = (1024, 8192)  # without --contexts
 UNUSED = (
     "answers", "recall", "records", "needles", "baselines", "codecs", "softmaxes", "block_sizes", "selectors",
-    "low_heads", "protect", "norm_corrections", "qjl", "value_quantisers", "recall_blocks", "depths", "thresholds",
+    "low_heads", "protect", "norm_corrections", "qjl", "value_quantisers", "recall_counts", "depths", "thresholds",
     "plot",
 )  # fmt: skip
 

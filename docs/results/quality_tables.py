@@ -111,7 +111,6 @@ VARIANTS = {
     "Gaussian QJL": {"qjl": "gaussian"},
     "uniform values": {"value_quantiser": "uniform"},
 }
-OLD_SCALE = "They are of an earlier version, in which the scale of values was that of least squares, too."
 NEW_SCALE = "Rows of the bundled model are older: there the scale of values was that of least squares, too."
 DEFAULT = {"protect": 0, "norm_correction": True, "qjl": "off", "value_quantiser": "codebook"}
 

@@ -10,7 +10,6 @@ from typing import Any
 
 from quality_tables import (
     NEW_SCALE,
-    OLD_SCALE,
     ablated,
     codecs,
     needles,
@@ -20,6 +19,7 @@ from quality_tables import (
     turboquant,
 )
 from readme_tables import attention_at_a_glance, speculation_at_a_glance, steps_at_a_glance
+from recall_tables import recall, short_costs, short_hits
 from result_rows import HERE, PARTS, provenance, read, table
 from shape_table import shapes
 from speculation_tables import short_speculation, speculation
@@ -60,6 +60,7 @@ def main() -> None:
         decode_step=short_steps(),
         quantised=short_quantised(),
     )
+    write_between(HERE.parent / "recall.md", recall_hits=short_hits(), recall_costs=short_costs())
     ablations = read("quality_ablations.jsonl")
     sections = [
         *(part for gpu in GPUS for part in whole_steps(*gpu)),
@@ -72,13 +73,13 @@ def main() -> None:
         *(sampled(read(f"sampling{gpu}.jsonl"), f"Sampling in a step{on_gpu}") for gpu, on_gpu in GPUS),
         quality(read("quality.jsonl")),
         speculation(),
+        *recall(),
         codecs("Demo checkpoint over caches", read("quality_codecs.jsonl")),
         over_contexts(read("quality_codecs.jsonl")),
         needles(read("quality_codecs.jsonl")),
         turboquant(
             "Codecs and variants of TurboQuant", read("quality_turboquant.jsonl"), NEW_SCALE, "quality_bytes.png"
         ),
-        turboquant("QJL in the keys of TurboQuant", read("quality_qjl.jsonl"), OLD_SCALE),
         codecs("Demo checkpoint over caches, in fp32", read("quality_codecs_fp32.jsonl")),
         *(
             part

@@ -273,7 +273,11 @@ def test_lists_are_read(schema: type[BaseModel], values: dict[str, Any], expecte
         (EvaluateConfig, {"thresholds": "low"}, "thresholds: expected a number, found 'low'"),
         (EvaluateConfig, {"low_heads": "-1"}, "low_heads: expected 0 or more, found '-1'"),
         (EvaluateConfig, {"windows": -1}, "windows: expected 0 or more, found -1"),
-        (BenchConfig, {"bench": "fast"}, "bench: expected allreduce, decode, prefill, prompt, ready, shapes, turbo"),
+        (
+            BenchConfig,
+            {"bench": "fast"},
+            "bench: expected allreduce, decode, prefill, prompt, ready, recall, shapes, turbo",
+        ),
         (DoctorConfig, {"deadline": "inf"}, "deadline: expected a finite number, found 'inf'"),
         (DoctorConfig, {"deadline": "1e10"}, "deadline: expected 86400 or less, found '1e10'"),
     ],

@@ -54,6 +54,8 @@ def test_rows_and_table(text: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     case = {"ordered_kv_records": pairs, "key": "key-3", "value": "value-3"}
     records.write_bytes(gzip.compress((json.dumps(case) + "\n").encode()))
     flags = [
+        "--predictor",
+        "window",
         "--contexts",
         "128,512",
         "--windows",
@@ -135,7 +137,20 @@ def test_hit_rates_where_no_spec_output_leaves_out_a_token(
 def test_caches_needles_and_baselines(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every combination of the flags is measured once; fixed layers get the verdicts that their hit rates give."""
     rows = tmp_path / "rows.jsonl"
-    flags = ["--contexts", "350", "--windows", "1", "--needles", "1", "--depths", "0.5", "--transport", "gloo"]
+    flags = [
+        "--predictor",
+        "window",
+        "--contexts",
+        "350",
+        "--windows",
+        "1",
+        "--needles",
+        "1",
+        "--depths",
+        "0.5",
+        "--transport",
+        "gloo",
+    ]
     flags += ["--codecs", "bf16,turbo4", "--thresholds", "0.02", "--threshold", "0.02", "--baselines"]
     assert evaluate.main(["--text", str(text), *flags, "--rows", str(rows)]) == 0
     found = rows_of(rows)
@@ -183,7 +198,7 @@ def test_records_over_context_and_depth(text: Path, tmp_path: Path) -> None:
 
 def test_every_softmax_is_measured_over_every_cache(text: Path, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
-    flags = ["--contexts", "200", "--windows", "1", "--thresholds", "0", "--transport", "gloo"]
+    flags = ["--predictor", "window", "--contexts", "200", "--windows", "1", "--thresholds", "0", "--transport", "gloo"]
     flags += ["--codecs", "bf16,turbo4", "--softmaxes", "exact,sas"]
     assert evaluate.main(["--text", str(text), *flags, "--rows", str(rows)]) == 0
     found = {row["case"]["cache"]: row["value"] for row in rows_of(rows)}
@@ -208,7 +223,18 @@ def test_recalled_blocks_raise_hits(text: Path, tmp_path: Path) -> None:
 @pytest.mark.full
 def test_ablations_measure_each_setting_once(text: Path, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
-    flags = ["--contexts", "200", "--windows", "1", "--thresholds", "0", "--codecs", "bf16,turbo4,turbo-mixed"]
+    flags = [
+        "--predictor",
+        "window",
+        "--contexts",
+        "200",
+        "--windows",
+        "1",
+        "--thresholds",
+        "0",
+        "--codecs",
+        "bf16,turbo4,turbo-mixed",
+    ]
     flags += ["--block-sizes", "32,128", "--selectors", "gap_std,entropy", "--low-heads", "0,1"]
     assert evaluate.main(["--text", str(text), *flags, "--rows", str(rows), "--transport", "gloo"]) == 0
     found = {row["case"]["cache"]: row["value"] for row in rows_of(rows)}
@@ -220,7 +246,7 @@ def test_ablations_measure_each_setting_once(text: Path, tmp_path: Path) -> None
 
 def test_ablations_of_turboquant_change_the_codecs_that_have_them(text: Path, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
-    flags = ["--contexts", "200", "--windows", "1", "--thresholds", "0", "--transport", "gloo"]
+    flags = ["--predictor", "window", "--contexts", "200", "--windows", "1", "--thresholds", "0", "--transport", "gloo"]
     flags += ["--codecs", "bf16,turbo4,turboquant3,hybrid-k4v3", "--protect", "0,2", "--qjl", "off,orthogonal"]
     assert evaluate.main(["--text", str(text), *flags, "--rows", str(rows)]) == 0
     names = ("codec", "protect", "qjl", "norm_correction", "value_quantiser")
@@ -242,7 +268,18 @@ def test_a_terminal_shows_progress(
     text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    flags = ["--contexts", "200,300", "--windows", "1", "--thresholds", "0", "--codecs", "bf16,turbo4"]
+    flags = [
+        "--predictor",
+        "window",
+        "--contexts",
+        "200,300",
+        "--windows",
+        "1",
+        "--thresholds",
+        "0",
+        "--codecs",
+        "bf16,turbo4",
+    ]
     assert evaluate.main(["--text", str(text), *flags, "--transport", "gloo"]) == 0
     err = capsys.readouterr().err
     shown = re.findall(r"\x1b\[Kalspec: ([^\r]*)", err)
@@ -263,7 +300,20 @@ def request_plot(monkeypatch: pytest.MonkeyPatch, folder: Path, ranks: list[list
 @pytest.mark.skipif(not HAS_MATPLOTLIB, reason="needs matplotlib")
 def test_plot(text: Path, tmp_path: Path) -> None:
     picture = tmp_path / "quality.svg"
-    flags = ["--contexts", "300", "--windows", "0", "--needles", "1", "--depths", "0,1", "--thresholds", "0,inf"]
+    flags = [
+        "--predictor",
+        "window",
+        "--contexts",
+        "300",
+        "--windows",
+        "0",
+        "--needles",
+        "1",
+        "--depths",
+        "0,1",
+        "--thresholds",
+        "0,inf",
+    ]
     assert evaluate.main(["--text", str(text), *flags, "--plot", str(picture), "--transport", "gloo"]) == 0
     drawn = picture.read_text(encoding="utf-8")
     assert all(title in drawn for title in ("needle recalled, lambda 0", "needle recalled, lambda inf", "hit rate"))

@@ -240,7 +240,16 @@ def test_answers_agree_as_far_as_greedy_decoding_does(monkeypatch: pytest.Monkey
     text[0].write_text(" ".join(random.Random(4).choices(words, k=3000)))
     context, count, thresholds = 600, 3, (0.0, 0.3, float("inf"))
     argv = ["--text", str(text[0]), "--contexts", str(context), "--windows", "0", "--answers", str(count)]
-    argv += ["--transport", "gloo", "--thresholds", ",".join(map(str, thresholds)), "--rows", str(text[1])]
+    argv += [
+        "--predictor",
+        "window",
+        "--transport",
+        "gloo",
+        "--thresholds",
+        ",".join(map(str, thresholds)),
+        "--rows",
+        str(text[1]),
+    ]
     assert evaluate.main(argv) == 0
     rows = [json.loads(line) for line in text[1].read_text().splitlines()]
     assert [row["case"]["measure"] for row in rows] == ["greedy tokens equal"] * 3
@@ -255,7 +264,7 @@ def test_answers_agree_as_far_as_greedy_decoding_does(monkeypatch: pytest.Monkey
     assert all(context - 16 - 8 <= len(prompt) <= context - 16 for prompt in task.texts)
     total = sum(map(len, answers))
     for threshold, row in zip(thresholds, rows, strict=True):
-        options["speculation"] = {"mode": "simulated", "threshold": threshold}
+        options["speculation"] = {"mode": "simulated", "threshold": threshold, "predictor": "window"}
         with Engine(validate(EngineConfig, options, "test")) as engine:
             lossy = [engine.generate(prompt, max_new_tokens=16).token_ids for prompt in task.texts]
         common = sum(map(common_tokens, lossy, answers))

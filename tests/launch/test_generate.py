@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 import torch
 import yaml
-from generated import LONG_PROMPT, PROMPT, SMALL, read_json
+from generated import LONG_PROMPT, PROMPT, SMALL, WINDOW, read_json
 from paths import ROOT
 from tiers import fast
 
@@ -97,7 +97,7 @@ def test_default_length_and_one_token(generate_json: Callable[..., Any]) -> None
 
 
 def test_json(generate_json: Callable[..., Any], checkpoint: Path) -> None:
-    found = generate_json("--prompt", LONG_PROMPT, *SMALL, "--speculation", "simulated", "--threshold", "0.3")
+    found = generate_json("--prompt", LONG_PROMPT, *SMALL, *WINDOW, "--threshold", "0.3")
     assert list(found) == ["requests", "ttft_us", "step_us", "hit_map", "rounds", "summary", "config", "versions"]
     (request,) = found["requests"]
     assert request["prompt_ids"][0] == 96
@@ -121,7 +121,7 @@ def test_json(generate_json: Callable[..., Any], checkpoint: Path) -> None:
     assert summary["ttft_ms"] == pytest.approx(found["ttft_us"] / 1e3)
     assert min(found["step_us"]) <= summary["ms_per_token_p50"] * 1e3 <= max(found["step_us"])
     assert found["config"]["speculation"] == {
-        "mode": "simulated", "threshold": 0.3, "chunk_size": 128, "predictor": "recall", "recall_blocks": 16,
+        "mode": "simulated", "threshold": 0.3, "chunk_size": 128, "predictor": "window", "recall_blocks": 16,
     }  # fmt: skip
     assert found["config"]["model"] == str(checkpoint)
     assert GenerateConfig.model_validate(found["config"]).max_new_tokens == 12
@@ -175,8 +175,8 @@ def test_a_hit_rate_of_a_short_text_is_not_shown(run: Run, checkpoint: Path) -> 
 def test_speculation_that_never_accepts_is_off(generate_text: GenerateText) -> None:
     flags = ("--prompt", LONG_PROMPT, *SMALL)
     off = generate_text(*flags, "--speculation", "off")
-    assert generate_text(*flags, "--speculation", "simulated", "--threshold", "0") == off
-    assert generate_text(*flags, "--speculation", "simulated", "--threshold", "inf") != off
+    assert generate_text(*flags, *WINDOW, "--threshold", "0") == off
+    assert generate_text(*flags, *WINDOW, "--threshold", "inf") != off
 
 
 def test_auto_on_one_rank_is_off(generate_json: Callable[..., Any]) -> None:
@@ -278,7 +278,7 @@ def test_half_precision(dtype: str, generate_json: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize("terminal", [True, False], ids=["terminal", "FORCE_COLOR"])
 def test_color(terminal: bool, generate_text: GenerateText, monkeypatch: pytest.MonkeyPatch) -> None:
-    flags = ("--prompt", LONG_PROMPT, *SMALL, "--speculation", "simulated", "--threshold", "0.3")
+    flags = ("--prompt", LONG_PROMPT, *SMALL, *WINDOW, "--threshold", "0.3")
     plain = generate_text(*flags)
     monkeypatch.delenv("FORCE_COLOR", raising=False)
     if terminal:
@@ -514,7 +514,7 @@ def test_random_weights(tiny_shape: str, run: Run, tmp_path: Path) -> None:
 
 
 def test_engine_streams(checkpoint: Path, generate_json: Callable[..., Any]) -> None:
-    flags = ("--prompt", LONG_PROMPT, *SMALL, "--speculation", "simulated", "--threshold", "0.3")
+    flags = ("--prompt", LONG_PROMPT, *SMALL, *WINDOW, "--threshold", "0.3")
     expected = generate_json(*flags)
     engine = Engine.from_pretrained(
         checkpoint, transport="gloo", speculation=SpeculationConfig(mode="simulated", threshold=0.3)

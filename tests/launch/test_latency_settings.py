@@ -137,8 +137,8 @@ def test_a_row_of_a_pair_has_lambda_and_s(given: float, written: float | str) ->
         json.loads(json.dumps(latency._row(config, engine_of(mode, "symm"), profile, "real", 5e10, "c")["case"]))
         for mode in ("paired", "off")
     )
-    assert pair == off | {"mode": "paired", "threshold": written, "chunk_size": 256}
-    assert not {"threshold", "chunk_size"} & set(off)
+    assert pair == off | {"mode": "paired", "threshold": written, "chunk_size": 256, "recall_blocks": 16}
+    assert not {"threshold", "chunk_size", "recall_blocks"} & set(off)
 
 
 @pytest.mark.parametrize(

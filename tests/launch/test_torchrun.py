@@ -22,6 +22,7 @@ GENERATE = ROOT / "launch" / "generate.py"
 # Longer than 2 S + 64 characters, so that sink and window leave tokens out.
 PROMPT = "".join(f"line {number}: the value is {number * 7919 % 997}.\n" for number in range(16))
 FLAGS = ("--transport", "gloo", "--max-new-tokens", 12, "--ignore-eos", "--threshold", "0.3")
+WINDOW = ("--predictor", "window")
 
 GenerateText = Callable[..., str]
 
@@ -78,11 +79,13 @@ def test_paired_prints_and_writes_what_simulated_does(
 ) -> None:
     """Text and hit map are the same. Only rank 0 reads the prompt from stdin, prints and writes."""
     expected = generate_text(
-        *FLAGS, "--speculation", "simulated", "--prompt", PROMPT, "--json", tmp_path / "simulated.json"
+        *FLAGS, *WINDOW, "--speculation", "simulated", "--prompt", PROMPT, "--json", tmp_path / "simulated.json"
     )
     outputs = ("--json", tmp_path / "paired.json", "--trace", tmp_path / "trace.json")
     # The last newline is `echo`'s, not the prompt's.
-    done = torchrun(GENERATE, "--model", checkpoint, *FLAGS, "--speculation", "paired", *outputs, stdin=PROMPT + "\n")
+    done = torchrun(
+        GENERATE, "--model", checkpoint, *FLAGS, *WINDOW, "--speculation", "paired", *outputs, stdin=PROMPT + "\n"
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout == expected
     assert done.stderr.count("mode: paired, 2 rank(s) on CPU, fp32") == 1

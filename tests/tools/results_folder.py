@@ -22,7 +22,8 @@ def copy_results(folder: Path) -> Path:
     """Copy what the tables read and write into `folder`."""
     shutil.copytree(ROOT / "docs" / "results", folder / "docs" / "results")
     shutil.copy(ROOT / "README.md", folder)
-    shutil.copy(ROOT / "docs" / "performance.md", folder / "docs")
+    for page in ("performance.md", "recall.md"):
+        shutil.copy(ROOT / "docs" / page, folder / "docs")
     return folder
 
 

@@ -72,7 +72,7 @@ def test_an_implementation_that_is_not_installed_is_left_out(monkeypatch: pytest
         done.append(runs)
         return [{"p50": float(place)} for place in range(3, 3 + len(runs))]
 
-    monkeypatch.setattr(bench_kernels, "check", lambda _, run, chunk_size: done.append((run, chunk_size)))
+    monkeypatch.setattr(bench_kernels, "check", lambda _, run, chunk_size, count: done.append((run, chunk_size)))
     monkeypatch.setattr(bench_kernels, "times_us", times_us)
     runs = [("a", "ours", plain, 0), ("a", "theirs", None, 0), ("b", "ours", spec, 128)]
     results: Any = Results()

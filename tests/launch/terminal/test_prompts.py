@@ -209,7 +209,10 @@ def test_a_byte_order_mark_is_not_text(
 def test_batch_hit_map(generate_json: Callable[..., Any], tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text(f'{{"prompt": "short"}}\n{json.dumps({"prompt": LONG_PROMPT})}\n', encoding="utf-8")
-    found = generate_json("--prompt-file", path, *SMALL, "--speculation", "simulated", "--threshold", "1e-6")
+    found = generate_json(
+        "--prompt-file", path, *SMALL, "--speculation", "simulated", "--threshold", "1e-6",
+        "--predictor", "window",
+    )  # fmt: skip
     assert [[len(layer) for layer in step] for step in found["hit_map"]] == [[2, 2, 2]] * 11
     # Sink and window of the short request meet, so it always hits; at this threshold the long one never hits.
     assert all(layer == [1, 0] for step in found["hit_map"] for layer in step)

@@ -96,7 +96,7 @@ def run_alone(setting: Setting, tp_size: int, modes: tuple[str, ...] = ("off", "
                 "kv_cache": setting.codec,
                 "kv_protect": setting.protect,
                 "softmax": setting.softmax,
-                "speculation": {"mode": mode},
+                "speculation": {"mode": mode, "predictor": "window"},
             }
             engine = Engine.from_pretrained(dtype="fp32", transport="gloo", **options)
             runs |= {

@@ -130,14 +130,14 @@ def test_a_quantised_cache_keeps_whole_blocks(
 
 def test_a_speculated_answer_is_not_kept(tiny_folder: Path, oracle: Oracle, make_prompt: MakePrompt) -> None:
     """An accepted `A~` changes keys and values: the next prompt processes the answer again."""
-    engine = engine_of(tiny_folder, speculation={"mode": "simulated", "threshold": 0.5})
+    engine = engine_of(tiny_folder, speculation={"mode": "simulated", "threshold": 0.5, "predictor": "window"})
     first = make_prompt(300, 0)
     found = answers(engine, first)
     assert torch.stack(engine.generation.hits).any()
     second = first + found[0] + make_prompt(20, 1)
     assert answers(engine, second) == oracle.generate([second], [NEW], 0.5).tokens
     assert engine.generation.reused_tokens == [300]
-    exact = engine_of(tiny_folder, speculation={"mode": "simulated", "threshold": 0.0})
+    exact = engine_of(tiny_folder, speculation={"mode": "simulated", "threshold": 0.0, "predictor": "window"})
     found = answers(exact, first)
     answers(exact, first + found[0])
     assert exact.generation.reused_tokens == [300 + NEW - 1]

@@ -20,7 +20,7 @@ def test_one_pass_equals_decoding(codec: str, tmp_path: Path) -> None:
     torch.set_num_threads(1)
     save_family(tmp_path, "llama-biases", scale=0.15, hidden_size=96, num_hidden_layers=1)
     ids = torch.randint(151, (330,), generator=torch.Generator().manual_seed(5)).tolist()
-    speculation = SpeculationConfig(mode="simulated", threshold=0.3)
+    speculation = SpeculationConfig(mode="simulated", threshold=0.3, predictor="window")
     options = {"transport": "gloo", "dtype": "fp32", "speculation": speculation, "max_context": 500}
     with Engine.from_pretrained(tmp_path, kv_cache=codec, **options) as engine:
         tokens = [token.token_id for token in engine.stream(ids, SamplingConfig(max_new_tokens=40, ignore_eos=True))]

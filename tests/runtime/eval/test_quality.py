@@ -28,9 +28,12 @@ from alspec.runtime.eval.teacher_forced import CacheSetting
 NEW_TOKENS = 24
 
 
-def new_engine(kv_cache: str, softmax: str = "exact", protect: int = 0, model: Path = DEMO_CHECKPOINT) -> Engine:
+def new_engine(
+    kv_cache: str, softmax: str = "exact", protect: int = 0, model: Path = DEMO_CHECKPOINT, recall_blocks: int = 0
+) -> Engine:
     torch.set_num_threads(1)
-    speculation = SpeculationConfig(mode="simulated")
+    predictor = {"predictor": "recall", "recall_blocks": recall_blocks} if recall_blocks else {"predictor": "window"}
+    speculation = SpeculationConfig.model_validate({"mode": "simulated"} | predictor)
     engine = Engine.from_pretrained(
         model,
         dtype="fp32",
@@ -102,6 +105,25 @@ def test_one_pass_equals_decoding_from_a_quantised_cache(
     assert (score.predicted[prompt_len - 1 :] == torch.tensor(tokens)).float().mean() > 0.95
     if prompt_len > 300:
         assert 0 < decoded.float().mean() < 1, "both verdicts must occur"
+
+
+@pytest.mark.parametrize(("codec", "prompt_len", "new_tokens"), [("bf16", 700, 70), ("turbo4", 560, 70)])
+def test_one_pass_recalls_what_decoding_recalls(codec: str, prompt_len: int, new_tokens: int) -> None:
+    """Also in the first step, whose lists come from the prompt, and when a block leaves the window."""
+    engine = new_engine(codec, recall_blocks=2)
+    assert engine.transport is not None
+    prompt, tokens, decoded = decode(engine, prompt_len, 0.03, new_tokens)
+    found = {
+        count: score_text(
+            engine.model, engine.transport, prompt + tokens, 0.03, 128, prompt_len,
+            CacheSetting(codec, recall_blocks=count),
+        ).hits[:, prompt_len : prompt_len + new_tokens - 1]
+        for count in (0, 2)
+    }  # fmt: skip
+    same = (found[2] == decoded).float().mean()
+    assert same == 1 if codec == "bf16" else same > 0.99
+    assert found[0].sum() < found[2].sum()
+    assert 0 < decoded.float().mean() < 1, "both verdicts must occur"
 
 
 @pytest.mark.parametrize(

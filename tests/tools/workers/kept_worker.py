@@ -20,7 +20,7 @@ from alspec.runtime.engine.engine import Engine
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     spec = json.loads((folder / "spec.json").read_text())
-    speculation = {"mode": spec["mode"], "threshold": spec["threshold"]}
+    speculation = {"mode": spec["mode"], "threshold": spec["threshold"], "predictor": "window"}
     engine = Engine.from_pretrained(
         spec["model"], transport="gloo", dtype="fp32", max_context=700, speculation=speculation
     )

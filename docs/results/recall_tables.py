@@ -1,0 +1,120 @@
+"""Tables of recalled blocks, for tables.py: what `A~` gains by them, and what they cost in the kernels."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from quality_tables import lambda_name
+from result_rows import provenance, read, table
+
+QUALITY, ATTENTION, WINDOW = "quality_recall.jsonl", "recall_attention.jsonl", "quality_smollm2.jsonl"
+NAMES = {"valid.jsonl.xz": "books", "code.txt": "code", "chat.txt": "chat"}
+SHOWN = ("0.05", "0.1", "0.2", "inf")  # lambda
+
+Rows = list[dict[str, Any]]
+
+
+def recall() -> list[str]:
+    """Sections on hit rates with recalled blocks and on their cost; empty without rows."""
+    quality, attention = read(QUALITY), read(ATTENTION)
+    sections = []
+    if quality:
+        text = (
+            "Reference semantics (`simulated`), S = 128. *Recalled* blocks of 64 tokens are those heaviest for"
+            " the token before; 0 is sink and window alone. Books have 8 windows, code and chat 6."
+        )
+        sections.append("\n\n".join(["## Recalled blocks", text, provenance(*quality), hits(quality)]))
+    if attention:
+        text = (
+            "Median time of attention of one layer, 32 query heads and 8 KV heads of 128, S = 128, cold L2; of the time"
+            " from the launch until another kernel has all of `A~` (bf16); and of the choice of the lists of 32 layers,"
+            " once a step. Lists are spread evenly over the cache."
+        )
+        sections.append(
+            "\n\n".join(["## Recalled blocks in the kernels", text, provenance(*attention), costs(attention)])
+        )
+    return sections
+
+
+def hits(rows: Rows) -> str:
+    """Hit rate and change in bits per byte, for each model, text, context and number of blocks."""
+    lines: dict[tuple[str, str, int, int], dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        case = row["case"]
+        if case["measure"] == "bits per byte":
+            key = (case["model"], text_of(row), case["context"], case.get("recall_blocks", 0))
+            lines.setdefault(key, {})[case["threshold"]] = row
+    cells = []
+    for (model, text, context, blocks), found in sorted(lines.items()):
+        full = found["0.0"]["value"]
+        cell = ["the bundled model" if model == "demo" else model, text, str(context), str(blocks), f"{full:.4f}"]
+        for name in SHOWN:
+            row = found.get(name)
+            cell += ["", ""] if row is None else [f"{row['hit_rate']:.1%}", f"{row['value'] / full - 1:+.2%}"]
+        cells.append([*cell[:5], *(text for at, text in enumerate(cell[5:]) if at != 2 * len(SHOWN) - 2)])
+    head = ["model", "text", "tokens", "recalled", "bits per byte, full attention"]
+    for name in SHOWN[:-1]:
+        head += [f"hits, {lambda_name(name)}", "change"]
+    return table([*head, f"change, {lambda_name(SHOWN[-1])}"], cells)
+
+
+def short_hits() -> str:
+    """Hits at lambda 0.1 and the longest context, a line for each model and text; empty without rows."""
+    rows = [row for name in (QUALITY, WINDOW) for row in read(name)]
+    found: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
+    shown = {"measure": "bits per byte", "codec": "bf16", "chunk_size": 128, "threshold": "0.1", "context": 8192}
+    for row in rows:
+        case = row["case"]
+        if shown.items() <= case.items():
+            found.setdefault((case["model"], text_of(row)), {})[case.get("recall_blocks", 0)] = row
+    counts = sorted({count for line in found.values() for count in line})
+    cells = [
+        [
+            "the bundled model" if model == "demo" else model,
+            text,
+            *(f"{line[count]['hit_rate']:.0%}" if count in line else "" for count in counts),
+        ]
+        for (model, text), line in sorted(found.items())
+    ]
+    return table(
+        ["model", "text", *("sink and window" if not count else f"{count} recalled" for count in counts)], cells
+    )
+
+
+def short_costs() -> str:
+    """`costs` at the shortest and the longest context; empty without rows."""
+    rows = read(ATTENTION)
+    contexts = sorted({row["case"]["context"] for row in rows})
+    return costs([row for row in rows if row["case"]["context"] in (contexts[0], contexts[-1])]) if rows else ""
+
+
+def text_of(row: dict[str, Any]) -> str:
+    """Kind of text that a row's command read."""
+    name = re.search(r"--text \S*?([^/\s]+)(?:\s|$)", row["command"])
+    return NAMES.get(name[1], name[1]) if name else ""
+
+
+def costs(rows: Rows) -> str:
+    """Microseconds by context, without speculation, with sink and window, and with recalled blocks."""
+    kinds = {"decode_attention": "none", "speculative_decode": "", "spec_ready": "", "recall_lists": ""}
+    lines: dict[tuple[int, str], dict[str, float]] = {}
+    counts: set[int] = set()
+    for row in rows:
+        case, bench = row["case"], row["bench"]
+        name = {"spec_ready": "until `A~`", "recall_lists": "lists"}.get(bench, case.get("codec"))
+        column = kinds[bench] or str(case["recall_blocks"])
+        counts |= {case["recall_blocks"]}
+        lines.setdefault((case["context"], name), {})[column] = row["us"]["p50"]
+    columns = ["none", *map(str, sorted(counts))]
+    head = [
+        "tokens",
+        "",
+        "without `A~`",
+        *("sink and window" if count == "0" else f"{count} recalled" for count in columns[1:]),
+    ]
+    cells = [
+        [str(context), name, *(f"{found[column]:.1f}" if column in found else "" for column in columns)]
+        for (context, name), found in lines.items()
+    ]
+    return table(head, cells)
