@@ -185,8 +185,8 @@ class EagerStep:
             self._recall.lists.fill_(-1)
             if prompts is not None:
                 assert self.prompt_queries is not None
-                prompts = torch.tensor(seq_lens, dtype=torch.int32, device=self._cache.device) - 1
-                self._attention.recall_prompts(self.prompt_queries, prompts)
+                prompt_lens = torch.tensor(seq_lens, dtype=torch.int32, device=self._cache.device) - 1
+                self._attention.recall_prompts(self.prompt_queries, prompt_lens)
 
     def step(self, remaining: int, live: list[bool] | None = None) -> StepRecord:
         """Run one step; a request that has ended keeps its newest token. See `DecodeStep.step`.

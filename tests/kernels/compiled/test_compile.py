@@ -65,7 +65,7 @@ def reports(capability: int, part: str) -> Reports:
 def test_every_kernel_is_compiled(capability: int, part: str) -> None:
     found = {report["kernel"] for report in reports(capability, part).values()}
     assert found == set(compiled(capability, part)["kernels"])
-    expected = {(80, "all"): 195, (90, "fast"): 104, (90, "all"): 291, (100, "all"): 195}[capability, part]
+    expected = {(80, "all"): 196, (90, "fast"): 108, (90, "all"): 299, (100, "all"): 196}[capability, part]
     assert len(reports(capability, part)) == expected
 
 
@@ -107,7 +107,7 @@ def test_lean_decode_loads_ahead(capability: int, part: str) -> None:
 def test_lean_decode_copies_tiles_ahead_on_hopper(part: str) -> None:
     """K and V of two tiles ahead of a loop and of one in it; without `A~` also of one ahead of the wait.
 
-    A run has one loop for each length of tiles, and `A~` one loop.
+    A run has one loop for each length of tiles, and `A~` one loop, or two with recalled blocks.
     """
     found = reports(90, part)
     lean = {name for name in found if name.startswith("lean,")}
@@ -117,7 +117,9 @@ def test_lean_decode_copies_tiles_ahead_on_hopper(part: str) -> None:
     for name in copies:
         plain = "spec" not in name
         run_loops = 0 if "predictor" in name else 1 if "x 256" in name else 2
-        spec_loops = 0 if plain or "rest" in name else 1
+        spec_loops = (
+            0 if plain or "rest" in name else 1 + ("recall" in name)
+        )  # those over listed blocks are another loop
         gated_plain = name == "lean, gated"
         expected[name] = (8 if plain and not gated_plain else 6) * (run_loops + spec_loops)
     assert copies == expected
@@ -141,7 +143,7 @@ def test_warps_read_records_without_each_other(part: str) -> None:
     with barriers of all warps: 1.3 times as many instructions.
     """
     found = {name: report for name, report in reports(90, part).items() if "loops" in report}
-    assert len(found) == {"fast": 2, "all": 20}[part]
+    assert len(found) == {"fast": 3, "all": 22}[part]
     by_lanes = {"BAR": 0, "STS": 0, "STL": 0, "LDL": 0, "LDSM": 0, "SYNCS": 4, "LDG": 2}
     for name, report in found.items():
         assert report["lanes_elsewhere"] == [], name
@@ -151,6 +153,8 @@ def test_warps_read_records_without_each_other(part: str) -> None:
             reads: tuple[int, ...] = (8, 12) if "x 64" in name else (14, 22)
         else:
             loops, reads = report["loops"][:1], (reads_of_a_block(name),)
+        # A block's scales; with recalled blocks, also its place in a list, for K, V and scales of two tiles.
+        by_lanes["LDG"] = 7 if "recall" in name else 2
         assert loops == [by_lanes | {"LDS": count} for count in reads], name
         # Warps meet once for each head of a lane, and before the next work item; plain attention of one has none.
         heads_per_lane = 2 if "7 x" in name or "8 x" in name else 1
@@ -175,11 +179,12 @@ def test_combine_kernels_know_their_partials_when_the_wait_ends(part: str) -> No
     verdict. Shared memory is declared and not used.
     """
     found = {name: report for name, report in reports(90, part).items() if "combine" in name}
-    assert len(found) == {"fast": 4, "all": 10}[part]
+    assert len(found) == {"fast": 5, "all": 12}[part]
     for name, report in found.items():
         assert report["conversions_before"] > 0, name
         assert report["conversions_after"] == report["barriers"] == report["shared_reads"] == 0, name
-        assert report["shuffles_after"] <= (25 if "spec" in name else 28), name
+        # Parts over recalled blocks lie in lanes, too: their largest `lse` and six sums.
+        assert report["shuffles_after"] <= (43 if "recall" in name else 25 if "spec" in name else 28), name
         assert report["declares_unused"], name
 
 

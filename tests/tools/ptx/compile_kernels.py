@@ -49,6 +49,7 @@ FAST = {
     *("lean, batch 1", "lean, batch 8, spec", "lean, gated, spec, all", "lean, 4 x 128, spec in 5 parts"),
     *("lean, head 64, batch 8", "lean, 20 x 128, batch 8", "lean combine, batch 1", "lean combine, batch 8, spec"),
     *("flashq", "flashq, 7 x 64, spec", "flashq combine, batch 1", "flashq combine, spec in 2 parts"),
+    *("lean, spec, recall", "lean combine, spec, recall", "flashq, spec, recall", "recall lists"),
     *("prefill, head 64", "reading alone", "add_rms_norm", "rotate_heads", "silu_mul", "qkv, long rows"),
     *("qkv, gated, tp 4, batch 8", "gate_up, gated, tp 4, batch 8", "o, tp 4, batch 8"),
 }
@@ -619,6 +620,7 @@ def all_variants(capability: int) -> dict[str, Variant]:
     for phase in ("all", "predictor", "rest"):
         add({f"lean, gated, spec, {phase}": lean(capability, 4, 128, 1, True, True, phase)})
     add({"flashq": flashq(capability, 4, 128, 1, False)})
+    add({"recall lists": choose_lists(capability, 4, 16, 2048)})
     add(quantised_cache(capability) | sampled(capability) | between_products(capability) | long_rows(capability))
     add(_hopper_variants() if capability == 90 else _prefill_variants(capability))
     sizes = [(1, 1), (4, 1), (4, 8)] + [(1, 8), (2, 1)] * (capability == 90)  # ranks of a group, requests
@@ -659,6 +661,13 @@ def _hopper_variants() -> dict[str, Variant]:
         variants[name] = lean(90, heads_per_kv, head_dim, 1, True, True, spec_parts=parts)
     return variants | {
         "lean combine, spec in 3 parts": lean_combine(90, 4, 128, 1, True, spec_parts=3),
+        "lean, spec, recall": lean(90, 4, 128, 1, True, True, spec_parts=3, recall=16),
+        "lean, batch 8, spec, recall, predictor": lean(90, 4, 128, 8, True, True, "predictor", recall=32),
+        "lean, batch 8, spec, recall, rest": lean(90, 4, 128, 8, True, True, "rest", recall=32),
+        "lean combine, spec, recall": lean_combine(90, 4, 128, 1, True, spec_parts=3, recall=16),
+        "flashq, spec, recall": flashq(90, 4, 128, 1, True, spec_parts=2, recall=16),
+        "turboquant3, 7 x 64, spec, recall": flashq(90, 7, 64, 1, True, format="turboquant3", recall=16),
+        "flashq combine, spec, recall": flashq_combine(90, 4, 128, 1, True, 2, recall=16),
         "flashq combine, spec in 2 parts": flashq_combine(90, 4, 128, 1, True, 2),
         "flashq, batch 8, spec": flashq(90, 4, 128, 8, True),
         "flashq, 8 x 128": flashq(90, 8, 128, 1, False),
