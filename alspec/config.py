@@ -35,7 +35,7 @@ from alspec.field_types import (
     TokenIds,
     Tokens,
 )
-from alspec.predictor import MAX_RECALL_BLOCKS
+from alspec.predictor import MAX_RECALL_BLOCKS, first_lossy_length
 from alspec.sas import Softmax
 
 __all__ = [
@@ -117,6 +117,11 @@ class SpeculationConfig(Schema):
     def recalled(self) -> int:
         """Blocks that `A~` reads beside sink and window; 0 without recall."""
         return self.recall_blocks if self.predictor == "recall" else 0
+
+    @property
+    def first_lossy_length(self) -> int:
+        """Smallest number of cached tokens at which `A~` leaves some out."""
+        return first_lossy_length(self.chunk_size, self.recalled)
 
     @model_validator(mode="before")
     @classmethod

@@ -34,9 +34,12 @@ MAX_RECALL_BLOCKS = 128
 """Most blocks of a recall list."""
 
 
-def first_lossy_length(chunk_size: int) -> int:
-    """Smallest number of cached tokens at which `A~` leaves some out: `2 S + 64`. With fewer tokens `A~ = A`."""
-    return 2 * chunk_size + KV_TILE
+def first_lossy_length(chunk_size: int, recall_blocks: int = 0) -> int:
+    """Smallest number of cached tokens at which `A~` leaves some out: `2 S + 64 + 64 M`. With fewer tokens `A~ = A`.
+
+    With M recalled blocks, a block that has just left the window is left out for one token before, too.
+    """
+    return 2 * chunk_size + KV_TILE * (1 + recall_blocks)
 
 
 def predictor_ranges(seq_lens: Tensor, chunk_size: int) -> tuple[Tensor, Tensor]:

@@ -163,7 +163,7 @@ class _Chat:
             "no more tokens fit" if sampling.max_new_tokens == room else f"--max-new-tokens {sampling.max_new_tokens}"
         )
         note = "stopped" if is_stopped else f"cut: {reason}" if request.finish_reason == "length" else None
-        print_turn(summarize(engine.generation, engine.config.speculation.chunk_size), note)
+        print_turn(summarize(engine.generation, engine.config.speculation.first_lossy_length), note)
 
     def _end_output(self, printer: Printer) -> Any:
         def end() -> None:

@@ -139,7 +139,7 @@ def _finish(config: GenerateConfig, engine: Engine, extras: list[dict[str, Any]]
 def _summary(engine: Engine) -> dict[str, Any]:
     assert engine.memory is not None
     generation = engine.generation
-    summary = summarize(generation, engine.config.speculation.chunk_size)
+    summary = summarize(generation, engine.config.speculation.first_lossy_length)
     limit = stream_bandwidth(engine.device)
     gb_per_s = share = None
     # In a pair, the bytes that a rank reads depend on the verdicts: it skips the work of the other group.

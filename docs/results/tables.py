@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from draft_table import accepted, drafts
 from quality_tables import (
     NEW_SCALE,
     ablated,
@@ -61,6 +62,7 @@ def main() -> None:
         quantised=short_quantised(),
     )
     write_between(HERE.parent / "recall.md", recall_hits=short_hits(), recall_costs=short_costs())
+    write_between(HERE.parent / "drafts.md", drafts=accepted(read("drafts.jsonl")))
     ablations = read("quality_ablations.jsonl")
     sections = [
         *(part for gpu in GPUS for part in whole_steps(*gpu)),
@@ -74,6 +76,7 @@ def main() -> None:
         quality(read("quality.jsonl")),
         speculation(),
         *recall(),
+        drafts(read("drafts.jsonl")),
         codecs("Demo checkpoint over caches", read("quality_codecs.jsonl")),
         over_contexts(read("quality_codecs.jsonl")),
         needles(read("quality_codecs.jsonl")),

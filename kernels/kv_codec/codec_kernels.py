@@ -113,7 +113,7 @@ def _store_kernel(
 
 @triton.jit(do_not_specialize=["rest", "request"], do_not_specialize_on_alignment=PER_HEAD)
 def _store_tail_kernel(
-    k_ptr,  # [rest, H, D], 1 to 63 tokens
+    k_ptr,  # [rest, H, D], 1 to 64 tokens
     v_ptr,
     tail_ptr,  # [B, H, 2, 64, D] int8
     tail_scale_ptr,  # [B, H, 2] fp32
@@ -126,7 +126,7 @@ def _store_tail_kernel(
     H: tl.constexpr,
     D: tl.constexpr,
 ):
-    """Write the prompt's incomplete last block into the tail, with the universal scale. Grid [H, 2], K then V."""
+    """Write the prompt's last block into the tail, with the universal scale. Grid [H, 2], K then V."""
     head = tl.program_id(0).to(tl.int64)
     is_v = tl.program_id(1)
     row = (request * H + head) * 2 + is_v
@@ -154,8 +154,8 @@ def kv_store(
 ) -> None:
     """Quantise one prompt chunk of one request and write it into the cache. Oracle: `kv_store_ref`.
 
-    Full blocks become records. The universal scale becomes the largest stage-1 scale of the prompt so far. If the last
-    block is incomplete, the prompt ends here, and this block goes into the tail with the universal scale.
+    Full blocks become records. The universal scale becomes the largest stage-1 scale of the prompt so far. The last
+    block also goes into the tail, with the universal scale: attention of its last token reads it there, full or not.
     Source: TurboAttention, sections 3.1 and 3.3.
 
     Args:
@@ -178,12 +178,11 @@ def kv_store(
         k8.stride(0), k_scale.stride(0), num_tokens, request, start // BLOCK, layer.num_blocks,
         FORMAT=layer.format, H=num_heads, D=head_dim, num_warps=STORE_WARPS,
     )  # fmt: skip
-    rest = num_tokens % BLOCK
-    if rest:
-        _store_tail_kernel[(num_heads, 2)](
-            k[num_tokens - rest :], v[num_tokens - rest :], layer.tail, layer.tail_scale, *strides, rest, request,
-            H=num_heads, D=head_dim, num_warps=NUM_WARPS,
-        )  # fmt: skip
+    rest = (num_tokens - 1) % BLOCK + 1
+    _store_tail_kernel[(num_heads, 2)](
+        k[num_tokens - rest :], v[num_tokens - rest :], layer.tail, layer.tail_scale, *strides, rest, request,
+        H=num_heads, D=head_dim, num_warps=NUM_WARPS,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize_on_alignment=PER_HEAD)

@@ -57,7 +57,7 @@ def kv_store_ref(
         scale.copy_(scales)
         universal = layer.tail_scale[request, :, index]
         universal.copy_(torch.maximum(universal, int8_scale(heads)))
-        tail_tokens = heads[:, full_blocks * BLOCK :]
+        tail_tokens = heads[:, (num_tokens - 1) // BLOCK * BLOCK :]
         layer.tail[request, :, index, : tail_tokens.shape[1]] = to_int8(tail_tokens, universal)
     for head in range(layer.num_kv_heads if full_blocks else 0):
         blocks = (q1[head, : full_blocks * BLOCK].unflatten(0, (full_blocks, BLOCK)) for q1 in (k8, v8))

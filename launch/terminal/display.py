@@ -170,7 +170,7 @@ def _drafts(summary: dict[str, Any]) -> str:
     counts = drafts["accepted_histogram"]
     text = f"{summary['draft']}, up to {summary['draft_tokens']}: {drafts['tokens_per_step']:.2f} tokens a step"
     if not drafts["rounds"]:
-        return f"{text}; no drafts"
+        return f"{text}; no drafts: there were none, or they would not pay (--draft-always drafts all the same)"
     numbers, times = "/".join(map(str, range(len(counts)))), "/".join(map(str, counts))
     return f"{text}; accepted {numbers} in {times} of {drafts['rounds']} rounds"
 
@@ -194,7 +194,7 @@ def _rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     if summary["hit_rate"] is not None:
         rows.append(("hit rate", f"{100 * summary['hit_rate']:.1f} % at lambda {summary['threshold']:g}"))
     elif summary["mode"] in ("paired", "simulated") and summary["tokens_per_s"] is not None:
-        rows.append(("hit rate", "- (in so short a text sink and window are everything: A~ cannot miss)"))
+        rows.append(("hit rate", "- (of so short a text A~ reads everything: it cannot miss)"))
     if summary["weights"] != summary["dtype"]:
         rows.append(("weights", summary["weights"]))
     if summary["drafts"] is not None:

@@ -83,7 +83,7 @@ class CapturedStep:
                 self._device, speculation.recall,
             )  # fmt: skip
         self._prompt_attention.recall_prompts(prompt_queries, decoder.buffers.seq_lens - 1)
-        decoder.offer_lists()
+        decoder.publish_lists()
 
     def _pinned(self, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.zeros(shape, dtype=dtype, pin_memory=self._is_cuda)

@@ -107,8 +107,8 @@ class CollectiveDecoder(Decoder):
         buffers, cache, handover, speculation = self.buffers, self.cache, self.handover, self.speculation
         attend(
             buffers.q, cache.layers[layer], buffers.seq_lens, cache.sm_scale, cache.workspace(layer), buffers.attn_out,
-            speculation.lse(layer, buffers.lse),
-            handover.spec_output(speculation.chunk_size, speculation.buffers(layer)), phase,
+            speculation.lse_out(layer, buffers.lse),
+            handover.spec_output(speculation.chunk_size, speculation.recall_buffers(layer)), phase,
             handover.gates(layer).is_sender,
         )  # fmt: skip
 

@@ -101,11 +101,11 @@ class SpeculationState:
     forced: Tensor | None = None  # [L] int32: verdicts that ignore the sums, for profiling; see `decide`
     recall: RecallState | None = None  # blocks that `A~` recalls
 
-    def buffers(self, layer: int) -> RecallBuffers | None:
+    def recall_buffers(self, layer: int) -> RecallBuffers | None:
         """What attention over a layer reads and writes of recalled blocks."""
         return None if self.recall is None else self.recall.buffers(layer)
 
-    def lse(self, layer: int, default: Tensor) -> Tensor:
+    def lse_out(self, layer: int, default: Tensor) -> Tensor:
         """Where attention over a layer writes its lse [B, Hq]: recalling needs that of every layer."""
         return default if self.recall is None else self.recall.lse[layer]
 
@@ -160,7 +160,7 @@ class Decoder:
         self._gammas = [(layer.post_norm, following.input_norm) for layer, following in pairwise(layers)]
         self._gammas.append((layers[-1].post_norm, self.weights.final_norm))
 
-    def offer_lists(self) -> None:
+    def publish_lists(self) -> None:
         """Use the lists in `SpeculationState.recall`, which were written since `begin`, in the next step."""
 
     def begin(self, token_ids: list[int], seq_lens: list[int]) -> None:

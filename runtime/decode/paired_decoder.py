@@ -45,14 +45,14 @@ class PairedDecoder(Decoder):
     first_timeout_ns: ClassVar[int] = TIMEOUT_NS  # `step_barrier` has waited for a late host
 
     def begin(self, token_ids: list[int], seq_lens: list[int]) -> None:
-        """Set tokens, lengths and roles. Every rank must have launched the same number of steps before."""
+        """Set tokens, lengths and roles, with empty recall lists. All ranks must have launched equally many steps."""
         super().begin(token_ids, seq_lens)
         self.pair.reset_roles()
         if self.speculation.recall is not None:
             self.speculation.recall.lists.fill_(-1)
-            self.offer_lists()
+            self.publish_lists()
 
-    def offer_lists(self) -> None:
+    def publish_lists(self) -> None:
         """Put the recall lists where the next step takes them from."""
         if self.speculation.recall is not None:
             self.pair.own.lists.copy_(self.speculation.recall.lists)
@@ -82,10 +82,12 @@ class PairedDecoder(Decoder):
         """Launch the roles, the attention, its verdict and the handover: lines 2 to 5 of the module's docstring."""
         buffers, cache, pair, speculation = self.buffers, self.cache, self.pair, self.speculation
         update_roles(pair, layer, speculation.hits, TIMEOUT_NS)
-        spec_output = pair_spec_output(pair, layer, speculation.chunk_size, self.sums, speculation.buffers(layer))
+        spec_output = pair_spec_output(
+            pair, layer, speculation.chunk_size, self.sums, speculation.recall_buffers(layer)
+        )
         attend(
             buffers.q, cache.layers[layer], buffers.seq_lens, cache.sm_scale, cache.workspace(layer), buffers.attn_out,
-            speculation.lse(layer, buffers.lse), spec_output, gate=pair.is_sender, prefetch_before_wait=True,
+            speculation.lse_out(layer, buffers.lse), spec_output, gate=pair.is_sender, prefetch_before_wait=True,
         )  # fmt: skip
         decide(
             pair, layer, self.sums, speculation.live, speculation.threshold, speculation.hits, TIMEOUT_NS,

@@ -79,7 +79,10 @@ def choose(config: EngineConfig, model: LlamaConfig, has_trace: bool) -> Choices
         UserError: what was asked for is not available here.
     """
     environment = Placement.from_environment()
-    mode, num_groups = choose_mode(config.speculation.mode, model, environment.world_size)
+    requested = config.speculation.mode
+    if config.draft != "off" and requested != "auto":
+        _check_rounds(config, requested)
+    mode, num_groups = choose_mode(requested, model, environment.world_size)
     placement = replace(environment, num_groups=num_groups)
     check_codec(config.kv_cache, model, placement.tp_size, config.kv_protect)
     device, backend, notice = choose_device(config, placement)
@@ -87,7 +90,7 @@ def choose(config: EngineConfig, model: LlamaConfig, has_trace: bool) -> Choices
     notices = [notice] if notice else []
     if config.draft != "off":
         _check_rounds(config, mode)
-    if mode == "paired" and config.speculation.mode == "auto":
+    if mode == "paired" and requested == "auto":
         notices.append(
             f"speculation: a pair, because heads do not divide over {placement.world_size} ranks; A~ within lambda "
             f"{config.speculation.threshold:g} is accepted (threshold 0 accepts none)"

@@ -13,7 +13,7 @@ from alspec.models.checkpoint.source import draft_model_source, model_config
 from alspec.models.llama import Llama
 from alspec.models.llama_config import LlamaConfig
 from alspec.models.tokenizer.tokenizer import Tokenizer
-from alspec.predictor import KV_TILE, first_lossy_length
+from alspec.predictor import first_lossy_length
 from alspec.runtime.cache.codecs import Cache, check_head_dim, new_cache
 from alspec.runtime.decode.hooks import OperationHook
 from alspec.runtime.decode.rounds.draft_policy import DraftPolicy
@@ -147,7 +147,7 @@ class Drafting:
 
     def _self_cost(self, seq_lens: list[int]) -> float:
         speculation = self.config.speculation
-        longest = first_lossy_length(speculation.chunk_size) + KV_TILE * speculation.recalled
+        longest = first_lossy_length(speculation.chunk_size, speculation.recalled)
         return self._full_bytes([min(n, longest) for n in seq_lens]) / self._full_bytes(seq_lens)
 
     def _model_cost(self, seq_lens: list[int]) -> float:

@@ -394,7 +394,7 @@ class Engine:
         progress: Callable[[int], None] | None,
     ) -> Iterator[Token]:
         """Prefill, then decode until every request has ended; yields tokens as they come."""
-        chunk_size = self.config.speculation.chunk_size
+        first_lossy = self.config.speculation.first_lossy_length
         with self._running(number):
             # Cut before anything is written: an interrupted call then leaves a valid prefix. Other answers are copied.
             kept = [n if row % sampling.n == 0 else 0 for row, n in enumerate(generation.reused_tokens)]
@@ -404,7 +404,7 @@ class Engine:
             prompts = [request.prompt_ids for request in generation.requests]
             seen = tokens_seen(prompts, self.model_config.vocab_size, self.device) if sampling.penalises else None
             tokens, logprobs = self._prefill(generation, sampling, seen, progress)
-        for token in generation.push([[token] for token in tokens], None, chunk_size, logprobs):
+        for token in generation.push([[token] for token in tokens], None, first_lossy, logprobs):
             yield token
             self._check_running(number)
         if any(generation.live):
@@ -420,7 +420,7 @@ class Engine:
                 if request.live:
                     self._kept.appended(index, [request.token_ids[-1], *record.token_ids[index][:-1]])
             generation.step_us.append(record.step_us)
-            for token in generation.push(record.token_ids, record.hits, chunk_size, record.logprobs, record.drafts):
+            for token in generation.push(record.token_ids, record.hits, first_lossy, record.logprobs, record.drafts):
                 yield token
                 self._check_running(number)
 

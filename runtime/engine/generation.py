@@ -14,7 +14,6 @@ from alspec.kernels.common.limits import MAX_BATCH
 from alspec.kernels.sampling.logprobs import Logprobs
 from alspec.models.llama_config import LlamaConfig
 from alspec.models.tokenizer.tokenizer import Tokenizer
-from alspec.predictor import first_lossy_length
 
 __all__ = [
     "Completion",
@@ -197,7 +196,7 @@ class Generation:
         self,
         token_ids: list[list[int]],
         hits: Tensor | None,
-        chunk_size: int,
+        first_lossy: int,
         logprobs: Logprobs | None = None,
         drafts: list[int] | None = None,
     ) -> Iterator[Token]:
@@ -207,7 +206,7 @@ class Generation:
 
         Args:
             token_ids: of each request, in order; see `StepRecord`.
-            hits: [L, B] bool.  chunk_size: S.
+            hits: [L, B] bool.  first_lossy: tokens from which on `A~` leaves some out.
             logprobs: of all tokens, request after request.  drafts: proposed to each request.
         """
         if hits is not None:
@@ -215,14 +214,13 @@ class Generation:
         if drafts is not None:
             rounds = zip(self.requests, drafts, token_ids, strict=True)
             self.rounds.append([(count, len(ids) - 1) for request, count, ids in rounds if request.live])
-        shortest = first_lossy_length(chunk_size)
         row = 0
         for index, (request, ids) in enumerate(zip(self.requests, token_ids, strict=True)):
             for place, token_id in enumerate(ids):
                 if not request.live:
                     break
                 hit_rate = None
-                if hits is not None and request.seq_len >= shortest:
+                if hits is not None and request.seq_len >= first_lossy:
                     hit_rate = float(hits[:, index].float().mean())
                     request.hit_rates.append(hit_rate)
                 text, own, is_draft = request.push(token_id), None, None

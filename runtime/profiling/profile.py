@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 
 from alspec.config import SamplingConfig
-from alspec.predictor import first_lossy_length
 from alspec.runtime.cache.codecs import Cache
 from alspec.runtime.decode.prefill import CHUNK_TOKENS
 from alspec.runtime.engine.engine import Engine
@@ -129,7 +128,7 @@ def measure(
         engine.model_config, engine.placement.shard, engine.dtype, seq_lens, config.kv_cache, config.kv_protect
     )
     # Count only verdicts that could reject, as in `summarize`.
-    shortest = 0 if is_forced else first_lossy_length(engine.config.speculation.chunk_size)
+    shortest = 0 if is_forced else engine.config.speculation.first_lossy_length
     counted = [step_hits for length, step_hits in enumerate(hits, context + WARMUP_STEPS) if length >= shortest]
     hit_rate = float(torch.stack(counted).float().mean()) if counted else None
     return Profile(context, batch_size, gathered.tolist(), hit_rate, read)

@@ -13,7 +13,6 @@ import torch
 
 from alspec.models.llama import Shard
 from alspec.models.llama_config import LlamaConfig
-from alspec.predictor import first_lossy_length
 from alspec.runtime.cache.codecs import bytes_per_token, kept_tokens
 from alspec.runtime.engine.generation import Generation
 from alspec.runtime.engine.memory import plan_memory
@@ -118,11 +117,11 @@ def seconds_in_a_row(run: Callable[[], object], count: int, device: torch.device
     return [end - start for start, end in itertools.pairwise(moments)]
 
 
-def summarize(generation: Generation, chunk_size: int) -> dict[str, Any]:
+def summarize(generation: Generation, first_lossy: int) -> dict[str, Any]:
     """Counts, times, hit rates and accepted drafts of one generation.
 
     Times are None if no step was decoded. The tokens that a round gave a request share its time. Hit rates count only
-    verdicts whose predictor left tokens out, with S = `chunk_size`; they are None if there is none.
+    verdicts whose predictor left tokens out, from `first_lossy` tokens on; they are None if there is none.
     """
     new_tokens = [len(request.token_ids) for request in generation.requests]
     of_steps = zip(generation.step_us, generation.tokens_of_steps, strict=True)
@@ -135,7 +134,7 @@ def summarize(generation: Generation, chunk_size: int) -> dict[str, Any]:
         live = torch.stack([steps < count - 1 for count in new_tokens], dim=1)
         # The first step reads the prompt and the first new token.
         lengths = torch.tensor([len(request.prompt_ids) + 1 for request in generation.requests]) + steps[:, None]
-        counted = (live & (lengths >= first_lossy_length(chunk_size)))[:, None, :]
+        counted = (live & (lengths >= first_lossy))[:, None, :]
         if counted.any():
             per_layer = ((hits * counted).sum((0, 2)) / counted.sum()).tolist()
             hit_rate = sum(per_layer) / len(per_layer)

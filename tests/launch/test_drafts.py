@@ -55,7 +55,7 @@ def test_color_shades_accepted_drafts(
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     flags = ("--model", checkpoint, "--transport", "gloo", "--prompt", PROMPT, *LENGTH, *FEW, "--draft", "self")
-    code, out, err = run(*flags, "--color", "--json", tmp_path / "out.json")
+    code, out, err = run(*flags, "--draft-always", "--color", "--json", tmp_path / "out.json")
     assert code == 0
     assert "self, up to 4: " in err
     (request,) = json.loads((tmp_path / "out.json").read_text())["requests"]
@@ -73,6 +73,9 @@ def test_a_batch_in_a_small_model_with_a_draft_model(run: Run, checkpoint: Path,
     assert code == 0
     code, found, err = run(*flags, "--draft", f"model:{checkpoint}")
     assert (code, found) == (0, expected)
+    assert "no drafts: there were none, or they would not pay" in err, "drafts cost as much as the model itself"
+    code, found, err = run(*flags, "--draft", f"model:{checkpoint}", "--draft-always")
+    assert (code, found) == (0, expected)
     assert re.search(r"model:\S+, up to 4: 4\.\d\d tokens a step", re.sub(r"\s+", " ", err))
 
 
@@ -80,6 +83,7 @@ def test_a_batch_in_a_small_model_with_a_draft_model(run: Run, checkpoint: Path,
     ("flags", "expected"),
     [
         (("--draft", "ngram", "--speculation", "simulated"), "draft: ngram needs --speculation off, found simulated"),
+        (("--draft", "ngram", "--speculation", "paired"), "draft: ngram needs --speculation off, found paired"),
         (("--draft", "4"), "flags: --draft: expected off, ngram, self or model:DIR, found '4'"),
         (("--draft", "model:"), "flags: --draft: expected off, ngram, self or model:DIR, found 'model:'"),
         (("--draft", "ngram", "--draft-tokens", 0), "flags: --draft-tokens: expected 1 or more, found '0'"),

@@ -151,7 +151,7 @@ def test_requests_that_have_ended_read_no_more(generate_json: Callable[..., Any]
 
 @pytest.mark.parametrize(("threshold", "hit_rate"), [("0", 0.0), ("inf", 1.0)])
 def test_threshold_limits(threshold: str, hit_rate: float, generate_json: Callable[..., Any]) -> None:
-    found = generate_json("--prompt", LONG_PROMPT, *SMALL, "--speculation", "simulated", "--threshold", threshold)
+    found = generate_json("--prompt", LONG_PROMPT, *SMALL, *WINDOW, "--threshold", threshold)
     assert found["summary"]["hit_rate"] == hit_rate
     config = GenerateConfig.model_validate(found["config"])
     assert config.speculation.threshold == float(threshold)
@@ -161,11 +161,11 @@ def test_threshold_limits(threshold: str, hit_rate: float, generate_json: Callab
 def test_a_hit_rate_of_a_short_text_is_not_shown(run: Run, checkpoint: Path) -> None:
     """Below two chunks and a tile `A~` is exact; one token has no verdict."""
     for prompt, is_short in ((PROMPT, True), (LONG_PROMPT, False)):
-        code, _, err = run("--model", checkpoint, "--prompt", prompt, *SMALL, "--speculation", "simulated")
+        code, _, err = run("--model", checkpoint, "--prompt", prompt, *SMALL, *WINDOW)
         assert code == 0
         (shown,) = re.findall("^hit rate: (.*)$", err, re.MULTILINE)
         if is_short:
-            assert shown == "- (in so short a text sink and window are everything: A~ cannot miss)"
+            assert shown == "- (of so short a text A~ reads everything: it cannot miss)"
         else:
             assert re.fullmatch(r"\d+\.\d % at lambda 0\.1", shown)
     code, _, err = run("--model", checkpoint, "--prompt", PROMPT, "--max-new-tokens", 1, "--speculation", "simulated")
@@ -517,7 +517,7 @@ def test_engine_streams(checkpoint: Path, generate_json: Callable[..., Any]) -> 
     flags = ("--prompt", LONG_PROMPT, *SMALL, *WINDOW, "--threshold", "0.3")
     expected = generate_json(*flags)
     engine = Engine.from_pretrained(
-        checkpoint, transport="gloo", speculation=SpeculationConfig(mode="simulated", threshold=0.3)
+        checkpoint, transport="gloo", speculation=SpeculationConfig(mode="simulated", predictor="window", threshold=0.3)
     )
     tokens = list(engine.stream(LONG_PROMPT, SamplingConfig(max_new_tokens=12, ignore_eos=True)))
     assert [token.token_id for token in tokens] == expected["requests"][0]["token_ids"]

@@ -520,7 +520,7 @@ def test_modes_follow_each_other_in_one_job(checkpoint: Path, tmp_path: Path) ->
     command += [str(ROOT / "launch" / "latency.py"), "--model", str(checkpoint), "--transport", "gloo"]
     (tmp_path / "text.txt").write_text("The quick brown fox. ", encoding="utf-8")
     flags = ["--contexts", "300,400", "--steps", 3, "--modes", "off,paired", "--threshold", "inf"]
-    flags += ["--prompt-file", tmp_path / "text.txt"]
+    flags += ["--predictor", "window", "--prompt-file", tmp_path / "text.txt"]
     done = subprocess.run(
         [*command, *map(str, [*flags, "--rows", tmp_path / "rows.jsonl", "--json", tmp_path / "out.json"])],
         env=os.environ | {"OMP_NUM_THREADS": "1"},

@@ -206,6 +206,7 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[np.random.Generator, int, int
         _GPTQ | {"group_size": 32, "desc_act": True, "checkpoint_format": "gptq_v2"},
         _gptq(32, version=2, ordered=True),
     ),
+    "gptq-in-order": (_GPTQ | {"group_size": 32, "desc_act": True}, _gptq(32)),  # an order that changes nothing
     "gptq-8": (_GPTQ | {"group_size": 32, "bits": 8}, _gptq(32, bits=8)),
 }  # fmt: skip
 

@@ -67,7 +67,8 @@ class WeightReader:
     def groups_of(self, columns: Range, order: Tensor | None) -> tuple[Range, Tensor | None]:
         """The groups that columns belong to, and the index of each column's group among them.
 
-        The index is None where groups follow each other.
+        The index is None where whole groups follow each other. Only of a weight whose scheme has an order may columns
+        cut a group: its groups may follow each other all the same.
         """
         start, stop = columns
         if order is not None:
@@ -75,15 +76,19 @@ class WeightReader:
         size, width = self.group_size, self.shape[1]
         if size == width:
             return (0, 1), None
+        groups = start // size, ceil_div(stop, size)
         if start % size or (stop % size and stop != width):
-            raise ValueError(f"columns: expected multiples of the groups of {size}, found {start} .. {stop}")
-        return (start // size, ceil_div(stop, size)), None
+            if not self.scheme.has_order:
+                raise ValueError(f"columns: expected multiples of the groups of {size}, found {start} .. {stop}")
+            return groups, torch.arange(start, stop) // size - groups[0]
+        return groups, None
 
     def packed(
         self, codes: Tensor, scales: Tensor, zeros: Tensor | None, order: Tensor | None, columns: Range
     ) -> PackedWeight:
         """The canonical form of unsigned codes [out, in]; see `PackedWeight.from_codes`."""
         group_size = min(self.group_size, columns[1] - columns[0]) if order is None else self.group_size
+        order = None if order is None else order.to(codes.device)
         packed_format: PackedFormat = "int4" if self.scheme.bits == 4 else "int8"
         return PackedWeight.from_codes(codes, scales, zeros, packed_format, group_size, order)
 

@@ -2,11 +2,12 @@
 
 A round costs more than a plain step and yields more tokens. Drafting pays while
 
-    mean(tokens of a round) >= cost of a round / cost of a step.
+    sum(tokens of rounds) >= sum(costs of rounds), relative to a plain step.
 
-The mean is over the last rounds and all requests. If drafting has not paid, plain steps run for a while; then a few
-rounds probe whether it does now. To resume it must pay with a margin, so that the choice does not flicker. Pauses grow
-while probes fail. Every rank reads the same numbers, so all ranks decide alike.
+The sums are over the last rounds; tokens are means over the requests. If drafting has not paid, plain steps run for a
+while; then a few rounds probe whether it does now. To resume it must pay with a margin, so that the choice does not
+flicker. Pauses grow while probes fail. A round that would cost more than all its tokens together is never tried. Every
+rank reads the same numbers, so all ranks decide alike.
 """
 
 from __future__ import annotations
@@ -37,30 +38,35 @@ class DraftPolicy:
 
     def __init__(self, always: bool = False) -> None:
         self._always = always
-        self.begin(1.0)
+        self.begin()
 
-    def begin(self, cost: float) -> None:
-        """A generation begins: draft. cost: of a round, relative to a plain step."""
-        self._cost = cost
-        self._recent: deque[float] = deque(maxlen=WINDOW_ROUNDS)
+    def begin(self) -> None:
+        """A generation begins: draft."""
+        self._recent: deque[tuple[float, float]] = deque(maxlen=WINDOW_ROUNDS)  # tokens and cost of a round
         self._is_probe = False
         self._pause_left, self._next_pause = 0, FIRST_PAUSE_STEPS
 
-    def drafts(self) -> bool:
-        """Whether the next step drafts. Call it once for each step."""
+    def drafts(self, num_drafts: int, cost: float) -> bool:
+        """Whether the next step drafts. Call it once for each step that has room for drafts.
+
+        Args:
+            num_drafts: K of this step.  cost: of a round with as many, relative to a plain step; see `round_cost`.
+        """
         if self._always:
             return True
+        if cost > num_drafts + 1:
+            return False
         self._pause_left = max(self._pause_left - 1, -1)
         return self._pause_left < 0
 
-    def record(self, tokens: float) -> None:
-        """Count a round that had drafts. tokens: emitted by it, mean over the requests."""
-        self._recent.append(tokens)
+    def record(self, tokens: float, cost: float) -> None:
+        """Count a round that had drafts. tokens: emitted by it, mean over the requests. cost: as in `drafts`."""
+        self._recent.append((tokens, cost))
         needed = PROBE_ROUNDS if self._is_probe else WINDOW_ROUNDS
         if len(self._recent) < needed:
             return
-        mean = sum(self._recent) / len(self._recent)
-        if mean < self._cost * (RESUME_MARGIN if self._is_probe else 1.0):
+        made, paid = map(sum, zip(*self._recent, strict=True))
+        if made < paid * (RESUME_MARGIN if self._is_probe else 1.0):
             self._pause_left = self._next_pause
             self._next_pause = min(2 * self._next_pause, LONGEST_PAUSE_STEPS)
             self._is_probe = True

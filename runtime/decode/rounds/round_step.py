@@ -60,6 +60,7 @@ class RoundStep:
         self._seen: Tensor | None = None  # with penalties: see `tokens_seen`
         self._is_warm = cache.device.type != "cuda"
         self._steps = 0
+        self._seq_lens: list[int] = []  # cached tokens of each request, and the newest one
 
     @property
     def next_step(self) -> int:
@@ -103,7 +104,8 @@ class RoundStep:
                 [[]] * len(token_ids), self._forward.model.config.vocab_size, self._forward.cache.device
             )
         self._drafter.begin(self._history)
-        self._policy.begin(round_cost(self._num_drafts, self._drafter.cost(seq_lens)))
+        self._policy.begin()
+        self._seq_lens = list(seq_lens)
         self._steps = 0
 
     def step(self, remaining: int, live: list[bool] | None = None) -> StepRecord:
@@ -132,9 +134,11 @@ class RoundStep:
         forward.recall_rows(accepted, lengths)
         history.append(chosen.T, counts)
         emitted, offered, logprobs = self._read(chosen, accepted, drafts, logits, layer_sums)
+        tokens = [len(ids) if on else 0 for ids, on in zip(emitted, live or [True] * len(emitted), strict=True)]
         if any(offered):
-            tokens = [len(ids) for ids, on in zip(emitted, is_live.tolist(), strict=True) if on]
-            self._policy.record(sum(tokens) / len(tokens))
+            mean = sum(tokens) / sum(count > 0 for count in tokens)
+            self._policy.record(mean, self._cost(max(offered)))
+        self._seq_lens = [length + count for length, count in zip(self._seq_lens, tokens, strict=True)]
         return StepRecord(emitted, None, (time.perf_counter() - started) * 1e6, 0, logprobs, offered)
 
     def catch_up(self, launched: int) -> None:
@@ -149,11 +153,15 @@ class RoundStep:
         most = most_drafts(history.lengths.long(), min(self._num_drafts, longest), capacity, self._has_blocks) * is_live
         width = int(most.max())
         nothing = Drafts(self._requests.new_zeros(len(most), 0), torch.zeros_like(most))
-        if not self._policy.drafts() or width < 1:
+        if width < 1 or not self._policy.drafts(width, self._cost(width)):
             return nothing
         drafts = self._drafter.draft(DraftRequest(history, most, width, self._sampling, self._seen))
         width = int(drafts.counts.max())
         return Drafts(drafts.token_ids[:, :width], drafts.counts) if width else nothing
+
+    def _cost(self, num_drafts: int) -> float:
+        """Of a round with so many drafts, relative to a plain step, at the current lengths."""
+        return round_cost(num_drafts, self._drafter.cost(self._seq_lens))
 
     def _choose(self, logits: Tensor, seq_lens: Tensor, seen: Tensor | None) -> Tensor:
         """Choose the token behind each row, [R, B] int64, as plain decoding chooses it at that position."""

@@ -105,7 +105,7 @@ class Pair:
         """Logits [1, V] and hits [L, 1] on both ranks."""
         for rank in self.ranks:
             if self.is_new and rank.speculation.recall is not None:
-                rank.offer_lists()
+                rank.publish_lists()
         self.is_new = False
         for rank in self.ranks:
             rank.buffers.token_ids.fill_(token_id)

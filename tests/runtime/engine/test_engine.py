@@ -388,7 +388,8 @@ def test_tokens_have_a_hit_rate_once_the_predictor_leaves_tokens_out(
     tiny_folder: Path, make_prompt: MakePrompt
 ) -> None:
     """With S = 128 that is from 320 tokens on. The first decode step reads the prompt and one token."""
-    engine = Engine.from_pretrained(tiny_folder, transport="gloo", speculation="simulated")
+    speculation = {"mode": "simulated", "predictor": "window"}
+    engine = Engine.from_pretrained(tiny_folder, transport="gloo", speculation=speculation)
     tokens = list(engine.stream(make_prompt(317, 1), max_new_tokens=5, ignore_eos=True))
     assert [token.hit_rate is None for token in tokens] == [True, True, True, False, False]
 

@@ -211,10 +211,10 @@ def test_ids_are_printed_as_numbers() -> None:
 
 
 def test_each_request_of_a_batch_has_its_own_hit_rate() -> None:
-    """S is 128. The predictor leaves no token of the last request out."""
+    """A~ leaves tokens out from 320 on. It leaves no token of the last request out."""
     requests = [Request([1] * length, IdDecoder(), SamplingConfig(), []) for length in (320, 400, 319)]
     hits = torch.tensor([[True, False, True], [True, False, False], [True, True, True], [False, False, True]])
-    tokens = Generation(requests).push([[5], [6], [7]], hits, 128)
+    tokens = Generation(requests).push([[5], [6], [7]], hits, 320)
     assert [(token.request, token.token_id, token.hit_rate) for token in tokens] == [
         (0, 5, 0.75),
         (1, 6, 0.25),

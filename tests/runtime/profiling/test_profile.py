@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from alspec.config import EngineConfig, SamplingConfig
+from alspec.config import EngineConfig, SamplingConfig, SpeculationConfig
 from alspec.errors import BadNumbersError
 from alspec.models.llama import Shard
 from alspec.runtime.decode.captured_step import CapturedStep
@@ -57,7 +57,7 @@ class FakeEngine:
 
     def __init__(self, step_us: list[int], other: list[float], config: Any, batch_size: int) -> None:
         self.hits: Tensor | None = None
-        self.config = EngineConfig()
+        self.config = EngineConfig(speculation=SpeculationConfig(predictor="window"))
         self.transport = FakeTransport(other)
         self.cache = SimpleNamespace(batch_size=batch_size)
         self.model_config, self.dtype, self.device = config, torch.bfloat16, CPU

@@ -89,7 +89,7 @@ def test_a_summary_of_two_requests_by_hand() -> None:
         ]
     )
     generation = Generation([request(400, 4), request(319, 2)], 2_000.0, [1_000.0, 3_000.0, 2_000.0], list(hits))
-    summary = summarize(generation, 128)
+    summary = summarize(generation, 320)
     assert summary["prompt_tokens"] == [400, 319]
     assert summary["new_tokens"] == [4, 2]
     assert summary["ttft_ms"] == 2.0
@@ -106,7 +106,7 @@ def test_a_summary_of_rounds_by_hand() -> None:
     """Two requests; the second ends in the second of three steps. Tokens of a round share its time."""
     generation = Generation([request(40, 8), request(31, 5)], 2_000.0, [4_000.0, 3_000.0, 6_000.0])
     generation.rounds = [[(3, 3), (3, 1)], [(0, 0), (2, 0)], [(2, 1)]]
-    summary = summarize(generation, 128)
+    summary = summarize(generation, 320)
     times = sorted([4 / 3, 3.0, 3.0])  # 3, 1 and 2 tokens of each request
     assert summary["ms_per_token_p50"] == pytest.approx(times[1])
     assert summary["tokens_per_s"] == pytest.approx(11 / 13e-3)
@@ -136,7 +136,7 @@ def test_mean_lengths_are_those_of_the_steps(goes_on: bool) -> None:
 
 def test_summary_counts_live_requests_only() -> None:
     hits = [torch.tensor([[True, False]]), torch.tensor([[True, False]])]
-    summary = summarize(Generation([request(1000, 3), request(1000, 1)], 1.0, [1.0, 1.0], hits), 128)
+    summary = summarize(Generation([request(1000, 3), request(1000, 1)], 1.0, [1.0, 1.0], hits), 320)
     assert summary["hit_rate"] == 1.0
 
 
@@ -148,14 +148,14 @@ def test_summary_counts_predictors_that_leave_tokens_out(prompt_tokens: int, rat
     sink_end, window_start = predictor_ranges(n, 128)
     if prompt_tokens < 319:  # `A~` of all tokens hits, the others miss
         hits = [torch.tensor([[bool(end == start)]]) for end, start in zip(sink_end, window_start, strict=True)]
-    summary = summarize(Generation([request(prompt_tokens, 4)], 1.0, [1.0] * 3, hits), 128)
+    summary = summarize(Generation([request(prompt_tokens, 4)], 1.0, [1.0] * 3, hits), 320)
     assert summary["hit_rate"] == pytest.approx(rate)
     assert summary["hit_rate_per_layer"] == (None if rate is None else pytest.approx([rate]))
 
 
 def test_summary_of_one_token() -> None:
     """Nothing was decoded: times per token and hit rate are None, without a division by zero."""
-    summary = summarize(Generation([request(4, 1)], 500.0), 128)
+    summary = summarize(Generation([request(4, 1)], 500.0), 320)
     assert summary["ttft_ms"] == 0.5
     for name in ("ms_per_token_p50", "ms_per_token_p90", "ms_per_token_p99", "tokens_per_s", "hit_rate"):
         assert summary[name] is None

@@ -17,26 +17,24 @@ from alspec.runtime.decode.rounds.draft_policy import (
 )
 
 
-def run(policy: DraftPolicy, tokens: list[float]) -> list[bool]:
-    """Which steps draft, if a round at each step yields so many tokens."""
+def run(policy: DraftPolicy, tokens: list[float], cost: float = 2.0) -> list[bool]:
+    """Which steps draft, if a round at each step has 15 drafts, yields so many tokens and has this cost."""
     drafted = []
     for each in tokens:
-        drafted.append(policy.drafts())
+        drafted.append(policy.drafts(15, cost))
         if drafted[-1]:
-            policy.record(each)
+            policy.record(each, cost)
     return drafted
 
 
 def test_it_drafts_while_that_pays() -> None:
     policy = DraftPolicy()
-    policy.begin(2.0)
     assert all(run(policy, [1.0, 3.0] * 100))
 
 
 def test_it_pauses_and_probes() -> None:
     """A probe that fails doubles the pause, up to a limit; one that pays by the margin resumes."""
     policy = DraftPolicy()
-    policy.begin(2.0)
     assert run(policy, [1.9] * WINDOW_ROUNDS) == [True] * WINDOW_ROUNDS
     pause = FIRST_PAUSE_STEPS
     for _ in range(8):
@@ -52,17 +50,31 @@ def test_it_pauses_and_probes() -> None:
 
 def test_a_generation_begins_anew() -> None:
     policy = DraftPolicy()
-    policy.begin(2.0)
     run(policy, [1.0] * (WINDOW_ROUNDS + 5))
-    assert not policy.drafts()
-    policy.begin(2.0)
+    assert not policy.drafts(15, 2.0)
+    policy.begin()
     assert all(run(policy, [1.0] * WINDOW_ROUNDS))
 
 
 def test_always() -> None:
     policy = DraftPolicy(always=True)
-    policy.begin(9.0)
-    assert all(run(policy, [1.0] * 100))
+    assert all(run(policy, [1.0] * 100, cost=20.0))
+
+
+def test_it_never_tries_what_cannot_pay() -> None:
+    """K drafts give K + 1 tokens at most. Whether they cost more changes with the context."""
+    policy = DraftPolicy()
+    assert [policy.drafts(4, cost) for cost in (5.01, 5.2, 4.9, 5.1, 3.0)] == [False, False, True, False, True]
+
+
+def test_a_short_round_is_measured_by_its_own_cost() -> None:
+    """Rounds near the end of a block have few drafts, and cost little."""
+    policy = DraftPolicy()
+    for _ in range(20 * WINDOW_ROUNDS):
+        for num_drafts, tokens in ((15, 4.0), (1, 1.3)):
+            cost = round_cost(num_drafts, 0.1)
+            assert policy.drafts(num_drafts, cost)
+            policy.record(tokens, cost)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -73,9 +85,7 @@ def test_it_is_never_far_from_the_better_choice(seed: int) -> None:
     for _ in range(12):
         mean = draw.choice([1.05, 1.2, 2.0, 3.0])
         tokens += [1.0 + draw.expovariate(1 / (mean - 1.0)) for _ in range(draw.randint(200, 600))]
-    policy = DraftPolicy()
-    policy.begin(cost)
-    drafted = run(policy, tokens)
+    drafted = run(DraftPolicy(), tokens, cost)
     made = sum(each if on else 1.0 for each, on in zip(tokens, drafted, strict=True))
     time = sum(cost if on else 1.0 for on in drafted)
     better = max(1.0, sum(tokens) / len(tokens) / cost)

@@ -1,0 +1,38 @@
+"""The table of drafted tokens, for tables.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from recall_tables import text_of
+from result_rows import provenance, table
+
+
+def drafts(rows: list[dict[str, Any]]) -> str:
+    """The section on drafts that the model accepts; empty without rows."""
+    if not rows:
+        return ""
+    text = (
+        "Continuations of windows of a text, in fp32: tokens that a round emits, and the share of rounds that accept"
+        " the first, second, ... draft. The samples are small: a difference of a tenth may be chance."
+    )
+    return "\n\n".join(["## Accepted drafts", text, provenance(*rows), accepted(rows)])
+
+
+def accepted(rows: list[dict[str, Any]]) -> str:
+    """Tokens a round and accepted shares, a line for each row."""
+    cells = []
+    for row in rows:
+        case, details = row["case"], row["details"]
+        drafter = case["drafter"]
+        if drafter == "self":
+            drafter += ", sink and window" if "--predictor window" in row["command"] else ", 16 recalled"
+        shares = " / ".join(f"{share:.0%}" for share in details["accepted_by_place"])
+        cells.append(
+            [
+                drafter, text_of(row), str(case["context"]), f"{case['temperature']:g}", str(case["draft_tokens"]),
+                f"{details['tokens_per_round']:.2f}", shares, str(details["rounds"]),
+            ]
+        )  # fmt: skip
+    head = ["drafter", "text", "tokens", "temperature", "K", "tokens a round", "accepted", "rounds"]
+    return table(head, cells)
