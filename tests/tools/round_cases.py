@@ -60,7 +60,7 @@ class CoinDrafter:
     def draft(self, request: DraftRequest) -> Drafts:
         rows, counts = [], []
         for text, length, most in zip(
-            self._texts, request.history.lengths.tolist(), request.most.tolist(), strict=True
+            self._texts, request.history.lengths.tolist(), request.max_drafts.tolist(), strict=True
         ):
             right = (text[length : length + request.width] + [0] * request.width)[: request.width]
             rows.append([token if self._draw.random() < 0.5 else (token + 1) % 256 for token in right])
@@ -81,7 +81,7 @@ class ConstantDrafter:
         pass
 
     def draft(self, request: DraftRequest) -> Drafts:
-        return Drafts(torch.full((len(request.most), request.width), self._token_id), request.most)
+        return Drafts(torch.full((len(request.max_drafts), request.width), self._token_id), request.max_drafts)
 
     def cost(self, seq_lens: list[int]) -> float:
         return 0.0

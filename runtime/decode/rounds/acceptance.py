@@ -1,7 +1,7 @@
 """Rows of a round, and which drafts are accepted.
 
 A draft is accepted if it is the token that plain decoding chooses at its position. Choosing reads the logits after the
-tokens before the position, and the random number of (seed, request, position); the draft has no part in it. So every
+tokens before the position, and the random number of (seed, request, position); the draft does not matter. So every
 token of the text is the one that plain decoding gives with the same seed, greedy or sampled, whatever drafts were made.
 
 This replaces the rejection sampling of speculative decoding (Leviathan et al., Chen et al., 2023), which keeps the
@@ -22,10 +22,10 @@ from alspec.kernels.kv_codec.quantised_layer import BLOCK
 from alspec.kernels.sampling.adjustment import count_newest
 from alspec.runtime.decode.rounds.drafter import Drafts
 
-__all__ = ["accepted_drafts", "most_drafts", "round_rows", "seen_by_rows"]
+__all__ = ["accepted_drafts", "max_drafts", "round_rows", "seen_by_rows"]
 
 
-def most_drafts(seq_lens: Tensor, num_drafts: int, capacity: int, has_blocks: bool) -> Tensor:
+def max_drafts(seq_lens: Tensor, num_drafts: int, capacity: int, has_blocks: bool) -> Tensor:
     """How many drafts each request can take.
 
     Over a quantised cache a round ends with the block of 64 tokens that its newest token lies in. The tail holds one
@@ -38,8 +38,8 @@ def most_drafts(seq_lens: Tensor, num_drafts: int, capacity: int, has_blocks: bo
     Returns:
         [B], from 0 to K.
     """
-    most = (capacity - 1 - seq_lens).clamp(0, num_drafts)
-    return torch.minimum(most, BLOCK - 1 - (seq_lens - 1) % BLOCK) if has_blocks else most
+    limits = (capacity - 1 - seq_lens).clamp(0, num_drafts)
+    return torch.minimum(limits, BLOCK - 1 - (seq_lens - 1) % BLOCK) if has_blocks else limits
 
 
 def round_rows(newest: Tensor, seq_lens: Tensor, drafts: Drafts) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,7 @@ class DraftRequest:
     """What a drafter may read. Shapes: B requests, V vocabulary. All tensors are on the device."""
 
     history: TokenHistory
-    most: Tensor  # [B] int64: most drafts of each request, from 0 to K
+    max_drafts: Tensor  # [B] int64: most drafts of each request, from 0 to K
     width: int  # the largest of them on the host, at least 1
     sampling: SamplingConfig
     seen: Tensor | None  # [B, V] int32, with the newest token; None without penalties. Not to be changed
@@ -46,29 +46,32 @@ class Drafter(Protocol):
         """Propose the tokens that follow each request's newest token."""
 
     def cost(self, seq_lens: list[int]) -> float:
-        """Time of one draft of all requests relative to that of a plain step at these lengths, about."""
+        """Estimated time of one draft of all requests, relative to a plain step at these lengths."""
 
 
-def draft_by_steps(request: DraftRequest, next_logits: Callable[[Tensor, Tensor], Tensor]) -> Drafts:
+def draft_by_steps(
+    request: DraftRequest, first_logits: Tensor, next_logits: Callable[[Tensor, Tensor], Tensor]
+) -> Drafts:
     """Draft token by token, chosen as the model's own tokens are: same settings, same random number of a position.
 
     Args:
-        next_logits: (token_ids [B], seq_lens [B] int32) -> [B, V] fp32 after these tokens; called once for each place.
-            A request without further drafts repeats its last token at the same place.
+        first_logits: [B, V] fp32 after the newest tokens.
+        next_logits: (token_ids [B], seq_lens [B] int32) -> [B, V] fp32 after these drafts; called once for each further
+            place. A request without further drafts repeats its last token at the same place.
     """
-    history, most, sampling = request.history, request.most, request.sampling
-    requests = torch.arange(len(most), device=most.device)
+    history, limits, sampling = request.history, request.max_drafts, request.sampling
+    requests = torch.arange(len(limits), device=limits.device)
     seen = None if request.seen is None else request.seen.clone()
     tokens, seq_lens = history.newest, history.lengths
     drafted: list[Tensor] = []
     for place in range(request.width):
-        logits = next_logits(tokens, seq_lens)
+        logits = next_logits(tokens, seq_lens) if place else first_logits
         chosen = sample(logits, sampling, requests, seq_lens.long(), seen)
         drafted.append(chosen)
         # The last draft is not fed: nothing follows it.
-        goes_on = place + 1 < most
+        goes_on = place + 1 < limits
         tokens = torch.where(goes_on, chosen, tokens)
         seq_lens = seq_lens + goes_on.int()
         if seen is not None:
             count_newest(seen, chosen)
-    return Drafts(torch.stack(drafted, 1), most)
+    return Drafts(torch.stack(drafted, 1), limits)

@@ -49,19 +49,13 @@ class ModelDrafter:
 
     def draft(self, request: DraftRequest) -> Drafts:
         """One step of the smaller model for each draft. See `Drafter.draft`."""
-        newest_logits = self._catch_up(request.history)
-        is_first = True
 
         def next_logits(token_ids: Tensor, seq_lens: Tensor) -> Tensor:
-            nonlocal is_first
-            if is_first:
-                is_first = False
-                return newest_logits
             logits, _ = self._forward.full(token_ids[None], seq_lens[None])
             self._held.scatter_(1, seq_lens.long()[:, None] - 1, token_ids[:, None])
             return self._fitted(logits[0])
 
-        return draft_by_steps(request, next_logits)
+        return draft_by_steps(request, self._add_missing(request.history), next_logits)
 
     def cost(self, seq_lens: list[int]) -> float:
         """Bytes of a step relative to those of the model that verifies. See `Drafter.cost`."""
@@ -75,7 +69,7 @@ class ModelDrafter:
     def _forget_from(self, counts: Tensor) -> None:
         self._held.masked_fill_(self._places >= counts[:, None], -1)
 
-    def _catch_up(self, history: TokenHistory) -> Tensor:
+    def _add_missing(self, history: TokenHistory) -> Tensor:
         """Give the cache all tokens of the texts; returns the logits after the newest ones, [B, V]."""
         forward, lengths, count = self._forward, history.lengths.long(), self._common(history)
         self._forget_from(count)  # first: if this is interrupted, the cache may hold less

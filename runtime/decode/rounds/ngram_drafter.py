@@ -25,10 +25,10 @@ class NgramDrafter:
         """Continue the longest recent match of each request; without one, draft nothing. See `Drafter.draft`."""
         history = request.history
         token_ids, is_found = ngram_drafts(history.token_ids, history.lengths, request.width)
-        return Drafts(token_ids, torch.where(is_found, request.most, 0))
+        return Drafts(token_ids, torch.where(is_found, request.max_drafts, 0))
 
     def cost(self, seq_lens: list[int]) -> float:
-        """Next to nothing. See `Drafter.cost`."""
+        """0: it runs no model. See `Drafter.cost`."""
         return 0.0
 
 

@@ -29,7 +29,7 @@ from alspec.kernels.sampling.logprobs import Logprobs, logprobs_ref
 from alspec.runtime.decode.decode_step import StepRecord
 from alspec.runtime.decode.eager_sampling import sample
 from alspec.runtime.decode.eager_step import WARM_UP_TOKENS
-from alspec.runtime.decode.rounds.acceptance import accepted_drafts, most_drafts, round_rows, seen_by_rows
+from alspec.runtime.decode.rounds.acceptance import accepted_drafts, max_drafts, round_rows, seen_by_rows
 from alspec.runtime.decode.rounds.draft_policy import DraftPolicy, round_cost
 from alspec.runtime.decode.rounds.drafter import Drafter, DraftRequest, Drafts
 from alspec.runtime.decode.rounds.row_forward import RowForward
@@ -150,12 +150,14 @@ class RoundStep:
     def _draft(self, longest: int, is_live: Tensor) -> Drafts:
         """Ask for drafts if that pays and there is room for them: up to `longest` for each live request."""
         history, capacity = self._history, self._forward.cache.max_context
-        most = most_drafts(history.lengths.long(), min(self._num_drafts, longest), capacity, self._has_blocks) * is_live
-        width = int(most.max())
-        nothing = Drafts(self._requests.new_zeros(len(most), 0), torch.zeros_like(most))
+        limits = (
+            max_drafts(history.lengths.long(), min(self._num_drafts, longest), capacity, self._has_blocks) * is_live
+        )
+        width = int(limits.max())
+        nothing = Drafts(self._requests.new_zeros(len(limits), 0), torch.zeros_like(limits))
         if width < 1 or not self._policy.drafts(width, self._cost(width)):
             return nothing
-        drafts = self._drafter.draft(DraftRequest(history, most, width, self._sampling, self._seen))
+        drafts = self._drafter.draft(DraftRequest(history, limits, width, self._sampling, self._seen))
         width = int(drafts.counts.max())
         return Drafts(drafts.token_ids[:, :width], drafts.counts) if width else nothing
 

@@ -29,7 +29,8 @@ class SelfDrafter:
 
     def draft(self, request: DraftRequest) -> Drafts:
         """One step of the model with A~ for each draft. See `Drafter.draft`."""
-        return draft_by_steps(request, self._forward.predict)
+        history = request.history
+        return draft_by_steps(request, self._forward.predict(history.newest, history.lengths), self._forward.predict)
 
     def cost(self, seq_lens: list[int]) -> float:
         """Bytes of a step with A~ relative to those of a step with A. See `Drafter.cost`."""

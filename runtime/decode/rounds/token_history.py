@@ -1,4 +1,4 @@
-"""The tokens of each request, prompt and text, on the device: what drafts are looked up in and appended to."""
+"""The tokens of each request on the device: drafts are looked up in them, accepted ones are appended."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from alspec.kernels.sampling.adjustment import count_newest, tokens_seen
-from alspec.runtime.decode.rounds.acceptance import accepted_drafts, most_drafts, round_rows, seen_by_rows
+from alspec.runtime.decode.rounds.acceptance import accepted_drafts, max_drafts, round_rows, seen_by_rows
 from alspec.runtime.decode.rounds.drafter import Drafts
 from alspec.runtime.decode.rounds.token_history import TokenHistory
 
@@ -38,12 +38,12 @@ def test_accepted_drafts_are_the_longest_right_prefix(seed: int) -> None:
 
 
 @pytest.mark.parametrize("has_blocks", [False, True])
-def test_most_drafts(has_blocks: bool) -> None:
+def test_max_drafts(has_blocks: bool) -> None:
     """Rows stay in the block of the newest token, and the text within the capacity."""
     capacity = 203
     lengths = torch.arange(1, capacity + 1, dtype=torch.int32)
     for num_drafts in (0, 1, 4, 15):
-        for length, most in zip(lengths.tolist(), most_drafts(lengths, num_drafts, capacity, has_blocks), strict=True):
+        for length, most in zip(lengths.tolist(), max_drafts(lengths, num_drafts, capacity, has_blocks), strict=True):
             fitting = [
                 count
                 for count in range(num_drafts + 1)
