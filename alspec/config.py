@@ -110,7 +110,10 @@ class SpeculationConfig(Schema):
         "for the last token",
     )
     recall_blocks: Int = Field(
-        default=16, ge=1, le=MAX_RECALL_BLOCKS, description="blocks that --predictor recall reads for each KV head"
+        default=16,
+        ge=1,
+        le=MAX_RECALL_BLOCKS,
+        description=f"blocks that --predictor recall reads for each KV head, up to {MAX_RECALL_BLOCKS}",
     )
 
     @property
@@ -150,7 +153,12 @@ class EngineConfig(Schema):
         "tokens before; self: the model with the attention of A~; model:DIR: a smaller checkpoint, same tokenizer",
         json_schema_extra={"metavar": "off|ngram|self|model:DIR"},
     )
-    draft_tokens: Int = Field(default=4, ge=1, le=MAX_DRAFT_TOKENS, description="K: most tokens that a round drafts")
+    draft_tokens: Int = Field(
+        default=4,
+        ge=1,
+        le=MAX_DRAFT_TOKENS,
+        description=f"K: most tokens that a round drafts, up to {MAX_DRAFT_TOKENS}",
+    )
     draft_always: bool = Field(
         default=False, description="draft also where it has not paid lately, to measure; needs --draft"
     )
