@@ -20,7 +20,7 @@ from alspec.kernels.attention.decode.tile_schedule import KV_BLOCK, token_ranges
 from alspec.kernels.common.jit_launch import jit_launch
 from alspec.predictor import KV_TILE, predictor_ranges, recall_lists
 
-__all__ = ["RecallState", "choose_recall_lists", "recall_bytes", "recall_lists_ref"]
+__all__ = ["RecallState", "choose_recall_lists", "launch_choice", "recall_bytes", "recall_lists_ref"]
 
 NO_BLOCK = tl.constexpr(2**31 - 1)  # sorts behind every block
 
@@ -124,10 +124,10 @@ def _choose_recall_lists_kernel(
         weights += tl.exp2(block_lse - lse[None, :])
     mass = tl.max(tl.where(mask, weights, 0.0), 1)
     # Masses are not negative, so their bits order as they do. Of equal masses the lower block is the larger key.
-    keys = (mass.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (NO_BLOCK - blocks).to(tl.int64)
+    keys = (mass.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (-blocks + NO_BLOCK).to(tl.int64)
     keys = tl.topk(tl.where(is_between, keys, -1), RECALL_PAD)
     order = tl.arange(0, RECALL_PAD)
-    chosen = tl.where((keys >= 0) & (order < RECALL), NO_BLOCK - (keys & 0xFFFFFFFF).to(tl.int32), NO_BLOCK)
+    chosen = tl.where((keys >= 0) & (order < RECALL), -(keys & 0xFFFFFFFF).to(tl.int32) + NO_BLOCK, NO_BLOCK)
     ascending = tl.sort(chosen)
     listed = tl.where(ascending == NO_BLOCK, -1, ascending)
     tl.store(lists_ptr + row * RECALL + order, listed, mask=order < RECALL)
@@ -156,21 +156,35 @@ def choose_recall_lists(
     """
     lists = (state.lists if lists is None else lists)[layers]
     block_lse, lse = state.block_lse[layers], state.lse[layers]
-    num_layers, batch_size, num_kv_heads, count = lists.shape
-    if not lists.is_cuda:
-        chosen = recall_lists_ref(block_lse, lse, seq_lens, chunk_size, count)
-        is_sender = slice(None) if senders is None else senders[layers] != 0
-        for target in (lists,) if peer_lists is None else (lists, peer_lists[layers]):
-            target[is_sender] = chosen[is_sender]
+    peer_lists = None if peer_lists is None else peer_lists[layers]
+    senders = None if senders is None else senders[layers]
+    if lists.is_cuda:
+        launch_choice(block_lse, lse, seq_lens, chunk_size, lists, peer_lists, senders)
         return
+    chosen = recall_lists_ref(block_lse, lse, seq_lens, chunk_size, lists.shape[-1])
+    is_sender = slice(None) if senders is None else senders != 0
+    for target in (lists,) if peer_lists is None else (lists, peer_lists):
+        target[is_sender] = chosen[is_sender]
+
+
+def launch_choice(
+    block_lse: Tensor,
+    lse: Tensor,
+    seq_lens: Tensor,
+    chunk_size: int,
+    lists: Tensor,
+    peer_lists: Tensor | None,
+    senders: Tensor | None,
+) -> None:
+    """Launch the kernel of `choose_recall_lists`, with the tensors of the chosen layers."""
+    num_layers, batch_size, num_kv_heads, count = lists.shape
     num_blocks, heads = block_lse.shape[3], block_lse.shape[5]
     recall_pad = max(2, triton.next_power_of_2(count))  # `tl.topk` takes two or more
     pad = max(triton.next_power_of_2(num_blocks), recall_pad)
     jit_launch(_choose_recall_lists_kernel, (num_kv_heads, batch_size, num_layers))(
-        block_lse, lse, seq_lens, lists, None if peer_lists is None else peer_lists[layers],
-        None if senders is None else senders[layers], num_blocks, chunk_size, HKV=num_kv_heads, HEADS=heads,
-        HEADS_PAD=triton.next_power_of_2(heads), RECALL=count, RECALL_PAD=recall_pad,
-        BLOCKS_PAD=pad, num_warps=num_warps(pad),
+        block_lse, lse, seq_lens, lists, peer_lists, senders, num_blocks, chunk_size, HKV=num_kv_heads, HEADS=heads,
+        HEADS_PAD=triton.next_power_of_2(heads), RECALL=count, RECALL_PAD=recall_pad, BLOCKS_PAD=pad,
+        num_warps=num_warps(pad),
     )  # fmt: skip
 
 

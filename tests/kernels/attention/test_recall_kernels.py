@@ -14,7 +14,7 @@ from tiers import fast
 from torch import Tensor
 
 from alspec.kernels.attention.decode.lean_decode import RecallBuffers
-from alspec.kernels.attention.recall import RecallState, choose_recall_lists, recall_lists_ref
+from alspec.kernels.attention.recall import RecallState, choose_recall_lists, launch_choice, recall_lists_ref
 from alspec.kernels.attention.torch_attention import combine_partials, predictor_attention
 from alspec.kernels.attention.torch_recall import recalled_attention, rest_block_lse
 from alspec.predictor import block_masses, predictor_ranges, recall_lists
@@ -205,6 +205,10 @@ def test_choice_of_lists(device: torch.device, seed: int) -> None:
     choose_recall_lists(state, lengths.int().to(device), S)
     expected = recall_lists_ref(state.block_lse.cpu(), state.lse.cpu(), lengths, S, count)
     assert torch.equal(state.lists.cpu(), expected)
+    launched, peer = torch.full_like(state.lists, -7), torch.full_like(state.lists, -7)
+    launch_choice(state.block_lse, state.lse, lengths.int().to(device), S, launched, peer, None)
+    assert torch.equal(launched.cpu(), expected)
+    assert torch.equal(peer.cpu(), expected)
     for layer in range(num_layers):
         for request, n in enumerate(lengths.tolist()):
             sink, window = (int(end) for end in predictor_ranges(torch.tensor(n), S))
