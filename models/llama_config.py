@@ -181,14 +181,21 @@ class LlamaConfig(Frozen):
         return tuple(size for size in sizes if size == 1 or self._splits_groups(size) is None)
 
     def _splits_groups(self, tp_size: int) -> str | None:
-        """What `tp_size` ranks cannot share without cutting groups of quantised weights; None: they can."""
+        """What `tp_size` ranks cannot share without cutting groups of quantised weights; None: they can.
+
+        Only of `o_proj` and `down_proj` ranks hold input channels.
+        """
         if self.quantisation is None:
             return None
-        multiple = self.quantisation.column_multiple
-        widths = {
-            "heads x head_dim": self.num_qo_heads * self.stored_head_dim, "intermediate_size": self.intermediate_size,
-        }  # fmt: skip
-        return next((f"{name} ({width})" for name, width in widths.items() if width % (tp_size * multiple)), None)
+        for module, name, width in (
+            ("self_attn.o_proj", "heads x head_dim", self.num_qo_heads * self.stored_head_dim),
+            ("mlp.down_proj", "intermediate_size", self.intermediate_size),
+        ):
+            for layer in range(self.num_layers):
+                scheme = self.quantisation.scheme_of(f"model.layers.{layer}.{module}")
+                if scheme is not None and width % (tp_size * scheme.column_multiple):
+                    return f"{name} ({width}) into multiples of {scheme.column_multiple}"
+        return None
 
     def check_tp_size(self, tp_size: int) -> None:
         """Raise UserError, which lists the valid sizes, unless `tp_size` ranks can share the heads and the MLP."""
@@ -198,8 +205,8 @@ class LlamaConfig(Frozen):
         unquantised = self.model_copy(update={"quantisation": None})
         if self.quantisation is not None and tp_size in unquantised.valid_tp_sizes:
             raise UserError(
-                f"tensor parallelism: {tp_size} ranks must divide {self._splits_groups(tp_size)} into multiples of "
-                f"{self.quantisation.column_multiple}, which the groups of {self.quantisation.name} need; {valid}"
+                f"tensor parallelism: {tp_size} ranks must divide {self._splits_groups(tp_size)}, "
+                f"which the groups of {self.quantisation.name} need; {valid}"
             )
         raise UserError(
             f"tensor parallelism: {tp_size} ranks must divide num_attention_heads ({self.num_qo_heads}) and "

@@ -83,11 +83,6 @@ class QuantisationConfig(Frozen):
         return min(found, key=lambda item: item[0])[1] if found else None
 
     @property
-    def column_multiple(self) -> int:
-        """What the input channels of one rank of several must be a multiple of."""
-        return math.lcm(*(group.scheme.column_multiple for group in self.groups))
-
-    @property
     def name(self) -> str:
         """All schemes in a few words."""
         return " and ".join(dict.fromkeys(group.scheme.name(self.method) for group in self.groups))

@@ -177,7 +177,21 @@ def test_targets_and_ignore(tmp_path: Path) -> None:
     for module, size in expected.items():
         assert found.scheme_of(module) == (None if size is None else scheme(size)), module
     assert found.name == " and ".join(f"int4 (compressed-tensors, groups of {size})" for size in (32, 64, 128))
-    assert found.column_multiple == 128
+
+
+def test_only_modules_split_by_input_channels_limit_the_ranks(tmp_path: Path) -> None:
+    """Ranks hold whole rows of q, k, v, gate and up: their groups may have any size."""
+
+    def part(size: int, *targets: str) -> dict[str, Any]:
+        return group(targets=list(targets), weights={"group_size": size})["config_groups"]["group_0"]
+
+    groups = {"a": part(512, "Linear"), "b": part(32, "re:.*o_proj", "re:.*down_proj")}
+    assert config_of(tmp_path, CT_INT4 | {"config_groups": groups}).valid_tp_sizes == (1, 2, 4, 8, 16)
+    groups["b"] = part(32, "re:.*o_proj")
+    config = config_of(tmp_path, CT_INT4 | {"config_groups": groups})
+    assert config.valid_tp_sizes == (1,)
+    with pytest.raises(UserError, match=r"must divide intermediate_size \(512\) into multiples of 512"):
+        config.check_tp_size(2)
 
 
 def test_formats_of_groups(tmp_path: Path) -> None:

@@ -137,7 +137,9 @@ def test_any_slice_is_that_of_the_whole(name: str, tmp_path: Path) -> None:
         for part in (checkpoint.packed_slice(weight, CPU, 0, start, stop), whole.rows(start, stop)):
             assert torch.equal(part.dequantise(torch.float32), values[start:stop])
     assert config.quantisation is not None
-    multiple = config.quantisation.column_multiple
+    scheme = config.quantisation.scheme_of("model.layers.1.mlp.down_proj")
+    assert scheme is not None
+    multiple = scheme.column_multiple
     for start, stop in [(0, multiple), (multiple, 3 * multiple), (512 - multiple, 512)]:
         parts = [checkpoint.packed_slice(weight, CPU, 1, start, stop)]
         if name != "gptq-in-order":  # its canonical form has no order and is cut between groups
