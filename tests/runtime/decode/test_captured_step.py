@@ -164,7 +164,13 @@ def _records(step: DecodeStep, setting: Setting, sampling: SamplingConfig) -> li
     return [step.step(sampling.max_new_tokens - index) for index in range(1, sampling.max_new_tokens)]
 
 
-@pytest.mark.parametrize("how", [GREEDY, SAMPLED.model_copy(update={"min_p": 0.02})], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param(GREEDY, id="greedy", marks=pytest.mark.full),
+        pytest.param(SAMPLED.model_copy(update={"min_p": 0.02}), id="sampled"),
+    ],
+)
 def test_penalties_biases_and_log_probabilities_are_those_of_the_eager_step(
     setting: Setting, how: SamplingConfig
 ) -> None:

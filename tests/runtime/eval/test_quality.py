@@ -107,7 +107,9 @@ def test_one_pass_equals_decoding_from_a_quantised_cache(
         assert 0 < decoded.float().mean() < 1, "both verdicts must occur"
 
 
-@pytest.mark.parametrize(("codec", "prompt_len", "new_tokens"), [("bf16", 700, 70), ("turbo4", 560, 70)])
+@pytest.mark.parametrize(
+    ("codec", "prompt_len", "new_tokens"), [("bf16", 700, 70), pytest.param("turbo4", 560, 70, marks=pytest.mark.full)]
+)
 def test_one_pass_recalls_what_decoding_recalls(codec: str, prompt_len: int, new_tokens: int) -> None:
     """Also in the first step, whose lists come from the prompt, and when a block leaves the window."""
     engine = new_engine(codec, recall_blocks=2)
