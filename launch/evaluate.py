@@ -39,7 +39,7 @@ from alspec.launch.terminal.flags import Parser, check_picture, check_positions,
 from alspec.launch.terminal.output import append_rows, exit_code, result_console, writing
 from alspec.models.checkpoint.source import model_name
 from alspec.runtime.cache.codecs import check_codec, fit_heads
-from alspec.runtime.decode.eager_step import WARM_UP_TOKENS
+from alspec.runtime.decode.decode_step import WARM_UP_TOKENS
 from alspec.runtime.engine.engine import Engine
 from alspec.runtime.eval.teacher_forced import CacheSetting, has_turboquant_keys
 from alspec.runtime.faults.guard import guarded

@@ -27,7 +27,7 @@ from alspec.errors import AlspecError, UserError, report, show
 from alspec.models.checkpoint.source import model_path
 from alspec.models.generation_config import NEUTRAL_VALUES, notice_of_settings, read_generation_config
 from alspec.models.tokenizer.tokenizer import Tokenizer
-from alspec.runtime.decode.eager_step import WARM_UP_TOKENS
+from alspec.runtime.decode.decode_step import WARM_UP_TOKENS
 from alspec.runtime.engine.engine import Engine
 from alspec.runtime.eval.quality import score_text
 from alspec.runtime.eval.teacher_forced import CODECS, SOFTMAXES, CacheSetting

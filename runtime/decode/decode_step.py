@@ -17,7 +17,9 @@ from torch import Tensor
 from alspec.config import SamplingConfig
 from alspec.kernels.sampling.logprobs import Logprobs
 
-__all__ = ["DecodeStep", "StepRecord"]
+__all__ = ["WARM_UP_TOKENS", "DecodeStep", "StepRecord", "warm_up"]
+
+WARM_UP_TOKENS = 2  # tokens behind those that are kept, of the step that `warm_up` runs; a cache must have room
 
 
 @dataclass(frozen=True)
@@ -102,3 +104,13 @@ class DecodeStep(Protocol):
 
     def release(self) -> None:
         """Destroy the graph. Call it before the graph's buffers and process groups are freed."""
+
+
+def warm_up(step: DecodeStep, kept: Sequence[int], remaining: int) -> None:
+    """Run one step behind the kept tokens of each request, so that its kernels are compiled.
+
+    Args:
+        remaining: as of `DecodeStep.step`.
+    """
+    step.begin([0] * len(kept), [num_tokens + WARM_UP_TOKENS for num_tokens in kept])
+    step.step(remaining)

@@ -106,7 +106,7 @@ class SpeculationState:
         return None if self.recall is None else self.recall.buffers(layer)
 
     def lse_out(self, layer: int, default: Tensor) -> Tensor:
-        """Where attention over a layer writes its lse [B, Hq]: recalling needs that of every layer."""
+        """The buffer [B, Hq] for a layer's lse: each layer has its own, because the lists are chosen at the end."""
         return default if self.recall is None else self.recall.lse[layer]
 
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from alspec.config import ChoiceConfig
-from alspec.kernels.sampling.adjustment import adjusted_ref
+from alspec.kernels.sampling.adjustment import adjusted_ref, tokens_seen
 
-__all__ = ["DRAWN_AT_ONCE", "DRAW_BYTES", "philox", "philox_uniform", "probabilities", "sample"]
+__all__ = ["DRAWN_AT_ONCE", "DRAW_BYTES", "philox", "philox_uniform", "probabilities", "sample", "starting_counts"]
 
 DRAWN_AT_ONCE = 8  # requests: bounds the memory of a large batch
 DRAW_BYTES = 64  # for each of their logits at most: the sort in `_ordered` and what follows it
@@ -131,3 +131,16 @@ def _in_parts(of: Callable[[slice], Tensor], batch_size: int) -> Tensor:
     """Concatenate what `of` gives for `DRAWN_AT_ONCE` requests at a time."""
     starts = range(0, batch_size, DRAWN_AT_ONCE)
     return torch.cat([of(slice(start, start + DRAWN_AT_ONCE)) for start in starts])
+
+
+def starting_counts(
+    choice: ChoiceConfig, seen: Tensor | None, batch_size: int, vocab_size: int, device: torch.device
+) -> Tensor | None:
+    """The counts [B, V] int32 that penalties begin with; None without penalties.
+
+    Args:
+        seen: of the prompts, see `tokens_seen`; None: no token is part of a prompt.
+    """
+    if not choice.penalises:
+        return None
+    return tokens_seen([[]] * batch_size, vocab_size, device) if seen is None else seen

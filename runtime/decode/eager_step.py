@@ -20,21 +20,19 @@ from torch import Tensor
 from alspec.config import SamplingConfig, SpeculationConfig
 from alspec.kernels.attention.dispatch import CacheLayer, DecodeAttention, KVLayer, attend_recall_parts
 from alspec.kernels.attention.recall import RecallState
-from alspec.kernels.sampling.adjustment import count_newest, tokens_seen
+from alspec.kernels.sampling.adjustment import count_newest
 from alspec.kernels.sampling.logprobs import Logprobs, logprobs_ref
 from alspec.models.llama import Llama
 from alspec.priority import INITIAL_PRIORITY, after_handover, after_verdict, sender, skips_compute
 from alspec.runtime.cache.codecs import Cache
-from alspec.runtime.decode.decode_step import StepRecord
-from alspec.runtime.decode.eager_sampling import sample
+from alspec.runtime.decode.decode_step import StepRecord, warm_up
+from alspec.runtime.decode.eager_sampling import sample, starting_counts
 from alspec.runtime.decode.hooks import OperationHook
 from alspec.runtime.distributed.transport import PairMessage, Transport
 from alspec.runtime.faults.bad_steps import bad_logits_error
 from alspec.verdict import accepts, combine_sums, layer_verdict
 
-__all__ = ["WARM_UP_TOKENS", "DecodeState", "EagerStep", "StepResult", "choose_tokens", "gather_logits"]
-
-WARM_UP_TOKENS = 2  # tokens, behind those that are kept, of the step that `prepare` runs; a cache must have room
+__all__ = ["DecodeState", "EagerStep", "StepResult", "choose_tokens", "gather_logits"]
 
 
 @dataclass(frozen=True)
@@ -161,9 +159,7 @@ class EagerStep:
         """On a GPU, run one step the first time, to compile its kernels. See `DecodeStep.prepare`."""
         self._sampling = sampling
         if not self._is_warm:
-            kept = kept or [0] * self._cache.batch_size
-            self.begin([0] * len(kept), [num_tokens + WARM_UP_TOKENS for num_tokens in kept])
-            self.step(1)
+            warm_up(self, kept or [0] * self._cache.batch_size, 1)
             self._is_warm = True
         return 0
 
@@ -176,9 +172,9 @@ class EagerStep:
     ) -> None:
         """Set tokens and lengths, and make group 0 the first sender. See `DecodeStep.begin`."""
         self._token_ids, self._seq_lens = list(token_ids), list(seq_lens)
-        self._seen = seen if self._sampling.penalises else None
-        if self._sampling.penalises and seen is None:
-            self._seen = tokens_seen([[]] * len(token_ids), self._model.config.vocab_size, self._cache.device)
+        self._seen = starting_counts(
+            self._sampling, seen, len(token_ids), self._model.config.vocab_size, self._cache.device
+        )
         self._priority = INITIAL_PRIORITY
         self._steps = 0
         if self._recall is not None:

@@ -23,7 +23,7 @@ from alspec.launch.bench.bench_common import check_close
 from alspec.launch.bench.bench_prefill import PrefillCase, check_prefill
 from alspec.launch.evaluate_tasks import record_needle_tasks
 from alspec.models.demo import DEMO_CHECKPOINT
-from alspec.runtime.decode.eager_step import WARM_UP_TOKENS
+from alspec.runtime.decode.decode_step import WARM_UP_TOKENS
 from alspec.runtime.engine.engine import Engine
 from alspec.runtime.profiling.timeline import trace_json
 

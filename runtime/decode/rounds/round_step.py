@@ -24,11 +24,10 @@ from torch import Tensor
 
 from alspec.config import SamplingConfig
 from alspec.kernels.attention.dispatch import KVLayer
-from alspec.kernels.sampling.adjustment import count_newest, tokens_seen
+from alspec.kernels.sampling.adjustment import count_newest
 from alspec.kernels.sampling.logprobs import Logprobs, logprobs_ref
-from alspec.runtime.decode.decode_step import StepRecord
-from alspec.runtime.decode.eager_sampling import sample
-from alspec.runtime.decode.eager_step import WARM_UP_TOKENS
+from alspec.runtime.decode.decode_step import StepRecord, warm_up
+from alspec.runtime.decode.eager_sampling import sample, starting_counts
 from alspec.runtime.decode.rounds.acceptance import accepted_drafts, max_drafts, round_rows, seen_by_rows
 from alspec.runtime.decode.rounds.draft_policy import DraftPolicy, round_cost
 from alspec.runtime.decode.rounds.drafter import Drafter, DraftRequest, Drafts
@@ -80,9 +79,7 @@ class RoundStep:
         """On a GPU, run one round the first time, to compile its kernels. See `DecodeStep.prepare`."""
         self._sampling = sampling
         if not self._is_warm:
-            kept = kept or [0] * self._forward.cache.batch_size
-            self.begin([0] * len(kept), [num_tokens + WARM_UP_TOKENS for num_tokens in kept])
-            self.step(2)
+            warm_up(self, kept or [0] * self._forward.cache.batch_size, 2)
             self._is_warm = True
         return 0
 
@@ -98,11 +95,10 @@ class RoundStep:
         self._forward.begin()
         if prompts is not None:
             self._forward.recall(self._history.lengths - 1)
-        self._seen = seen if self._sampling.penalises else None
-        if self._sampling.penalises and seen is None:
-            self._seen = tokens_seen(
-                [[]] * len(token_ids), self._forward.model.config.vocab_size, self._forward.cache.device
-            )
+        forward = self._forward
+        self._seen = starting_counts(
+            self._sampling, seen, len(token_ids), forward.model.config.vocab_size, forward.cache.device
+        )
         self._drafter.begin(self._history)
         self._policy.begin()
         self._seq_lens = list(seq_lens)
@@ -162,7 +158,7 @@ class RoundStep:
         return Drafts(drafts.token_ids[:, :width], drafts.counts) if width else nothing
 
     def _cost(self, num_drafts: int) -> float:
-        """Of a round with so many drafts, relative to a plain step, at the current lengths."""
+        """The cost of a round with so many drafts, relative to a plain step: it changes with the cached lengths."""
         return round_cost(num_drafts, self._drafter.cost(self._seq_lens))
 
     def _choose(self, logits: Tensor, seq_lens: Tensor, seen: Tensor | None) -> Tensor:

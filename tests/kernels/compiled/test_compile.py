@@ -239,7 +239,7 @@ def test_no_path_leads_around_the_wait(part: str) -> None:
 @pytest.mark.full
 def test_a_kernel_without_its_wait_is_found() -> None:
     program = (
-        "import re, types, compile_kernels, waits\n"
+        "import re, types, attention_variants, compile_kernels, waits\n"
         "def without_wait(variant):\n"
         "    ptx, count = re.subn(r'griddepcontrol\\.wait;', '', variant.asm['ptx'])\n"
         "    assert count\n"
@@ -247,7 +247,7 @@ def test_a_kernel_without_its_wait_is_found() -> None:
         "found = without_wait(compile_kernels.decode_step(90, 2, 1)['reduce_norm'])\n"
         "assert not found['waits'] and found['writes'] and found['ends'], found\n"
         "assert {'packets_ptr', 'x_ptr'} <= set(found['reads']), found\n"
-        "found = without_wait(compile_kernels.lean(90, 4, 128, 1, False))\n"
+        "found = without_wait(attention_variants.lean(90, 4, 128, 1, False))\n"
         "assert not found['waits'] and found['writes'] and 'q_ptr' in found['reads'], found\n"
     )
     run_python("-c", program)

@@ -17,7 +17,8 @@ from typing import Any
 
 import machine_code
 import triton
-from compile_kernels import Variant, all_variants, is_fast
+from compile_kernels import all_variants, is_fast
+from variant import Variant
 from waits import before_the_wait
 
 COUNTED = ("BAR", "STS", "STL", "LDL", "LDSM", "LDS", "SYNCS", "LDG")

@@ -83,9 +83,9 @@ def _disassemble(cubin: bytes) -> list[str]:
 
 def main(name: str) -> None:
     """Print the loops of the plain kernel for 32/8 heads of 128 on compute capability 9.0."""
-    import compile_kernels
+    import attention_variants
 
-    kernel = {"lean": compile_kernels.lean, "flashq": compile_kernels.flashq}[name](90, 4, 128, 1, False)
+    kernel = {"lean": attention_variants.lean, "flashq": attention_variants.flashq}[name](90, 4, 128, 1, False)
     for loop in loops(kernel.asm["cubin"]):
         kinds = ", ".join(f"{count} {kind}" for kind, count in Counter(i.name for i in loop.body).most_common(8))
         print(f"at {loop.begin}: {len(loop.body)} instructions, {loop.cycles} cycles; {kinds}")
