@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 import torch
 from torch import Tensor
 
-__all__ = ["FP8_MAX", "PackedFormat", "PackedWeight", "join_rows", "pack_nibbles", "unpack_nibbles"]
+__all__ = ["PackedFormat", "PackedWeight", "pack_nibbles", "unpack_nibbles"]
 
 PackedFormat = Literal["fp8", "int8", "int4"]
-FP8_MAX = 448.0  # largest e4m3 number
 _PIECE_NUMBERS = 1 << 24  # numbers that are dequantised at once
 _MIDDLE = {"int4": 8, "int8": 128}  # the zero point of symmetric codes
 
@@ -39,7 +37,7 @@ class PackedWeight:
     is 8 or 128.
 
     Rows are stored whole and side by side, so that a product of one row reads its codes and scales in order. A scale of
-    several rows (FP8 per tensor, or blocks) is repeated for each row: rows can be cut and joined anywhere.
+    several rows (FP8 per tensor, or blocks) is repeated for each row: rows can be cut anywhere.
     """
 
     data: Tensor  # fp8: [out, in] float8_e4m3fn; int8: [out, in] uint8; int4: [out, in / 2] uint8, see `pack_nibbles`
@@ -94,20 +92,6 @@ class PackedWeight:
             shape, group_size, perm, groups,
         )  # fmt: skip
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(tensor.nbytes for tensor in self._tensors.values())
-
-    @property
-    def _tensors(self) -> dict[str, Tensor]:
-        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-
-    def to(self, device: torch.device) -> Self:
-        """The same weight on another device."""
-        moved: dict[str, Any] = {name: tensor.to(device) for name, tensor in self._tensors.items()}
-        return replace(self, **moved)
-
     def codes(self) -> Tensor:
         """[out, in] uint8 or float8_e4m3fn codes, in stored order."""
         return unpack_nibbles(self.data) if self.format == "int4" else self.data
@@ -116,36 +100,10 @@ class PackedWeight:
         """The rows start .. stop, a view."""
         if not 0 <= start < stop <= self.shape[0]:
             raise ValueError(f"rows: expected a range within 0 .. {self.shape[0]}, found {start} .. {stop}")
-        changed: dict[str, Any] = {"shape": (stop - start, self.shape[1])}
-        changed |= {name: tensor[start:stop] for name, tensor in self._tensors.items() if name in _BY_ROW}
-        return replace(self, **changed)
-
-    def columns(self, start: int, stop: int) -> Self:
-        """The input channels start .. stop, with whole groups and whole bytes.
-
-        Raises:
-            ValueError: the range cuts a group, or a pair of 4-bit codes.
-        """
-        if not 0 <= start < stop <= self.shape[1]:
-            raise ValueError(f"columns: expected a range within 0 .. {self.shape[1]}, found {start} .. {stop}")
-        codes = self.codes()
-        if self.perm is not None or self.column_groups is not None:
-            channels = torch.arange(self.shape[1], device=codes.device) if self.perm is None else self.perm.long()
-            groups = torch.empty_like(channels)
-            groups[channels] = self._groups()
-            places = torch.empty_like(channels)
-            places[channels] = torch.arange(self.shape[1], device=codes.device)
-            return self.from_codes(
-                codes[:, places[start:stop]], self.scales, self.zeros, self.format, self.group_size, groups[start:stop]
-            )
-        group_size, first, last = self.group_size, 0, 1
-        if group_size < self.shape[1]:
-            if start % group_size or (stop % group_size and stop != self.shape[1]):
-                raise ValueError(f"columns: expected multiples of the groups of {group_size}, found {start} .. {stop}")
-            first, last = start // group_size, -(-stop // group_size)
-        return self.from_codes(
-            codes[:, start:stop], self.scales[:, first:last], None if self.zeros is None else self.zeros[:, first:last],
-            self.format, min(group_size, stop - start),
+        zeros = None if self.zeros is None else self.zeros[start:stop]
+        return replace(
+            self, data=self.data[start:stop], scales=self.scales[start:stop], zeros=zeros,
+            shape=(stop - start, self.shape[1]),
         )  # fmt: skip
 
     def _groups(self) -> Tensor:
@@ -185,31 +143,3 @@ class PackedWeight:
             grouped -= _MIDDLE[self.format] if zeros is None else zeros
         grouped *= scales
         return values
-
-
-_BY_ROW = ("data", "scales", "zeros")
-
-
-def join_rows(parts: Sequence[PackedWeight]) -> PackedWeight:
-    """One weight of the rows of several, such as q, k and v; each row keeps its own scales.
-
-    Raises:
-        ValueError: the parts differ in format, groups, order of columns, or in whether they have zero points.
-    """
-    first = parts[0]
-
-    def same(a: Tensor | None, b: Tensor | None) -> bool:
-        return a is b or (a is not None and b is not None and torch.equal(a, b))
-
-    for part in parts[1:]:
-        alike = (part.format, part.shape[1], part.group_size, part.zeros is None) == (
-            first.format, first.shape[1], first.group_size, first.zeros is None,
-        )  # fmt: skip
-        if not alike or not same(part.perm, first.perm) or not same(part.column_groups, first.column_groups):
-            raise ValueError("parts: expected one format, one grouping and one order of columns")
-    joined: dict[str, Any] = {"shape": (sum(part.shape[0] for part in parts), first.shape[1])}
-    for name in _BY_ROW:
-        tensors = [getattr(part, name) for part in parts]
-        if tensors[0] is not None:
-            joined[name] = torch.cat(tensors)
-    return replace(first, **joined)

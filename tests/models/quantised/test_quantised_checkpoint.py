@@ -13,7 +13,6 @@ from torch import Tensor
 
 from alspec.config import EngineConfig
 from alspec.models.checkpoint.checkpoint import expected_tensors
-from alspec.models.checkpoint.quantised.packed_weight import PackedWeight, join_rows
 from alspec.models.checkpoint.quantised.quantised_checkpoint import QuantisedCheckpoint
 from alspec.models.checkpoint.source import model_config, open_checkpoint
 from alspec.models.llama import Shard, load_weights
@@ -127,7 +126,7 @@ def test_ranks_give_the_logits_of_one(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_any_slice_is_that_of_the_whole(name: str, tmp_path: Path) -> None:
-    """Rows anywhere, channels between groups; from the files, and cut from the canonical form."""
+    """Rows anywhere, from the files and cut from the canonical form; channels between groups, from the files."""
     save_quantised(tmp_path, name)
     config, checkpoint = open_folder(tmp_path)
     weight = "model.layers.1.mlp.down_proj.weight"  # [96, 512]
@@ -141,27 +140,6 @@ def test_any_slice_is_that_of_the_whole(name: str, tmp_path: Path) -> None:
     assert scheme is not None
     multiple = scheme.column_multiple
     for start, stop in [(0, multiple), (multiple, 3 * multiple), (512 - multiple, 512)]:
-        parts = [checkpoint.packed_slice(weight, CPU, 1, start, stop)]
-        if name != "gptq-in-order":  # its canonical form has no order and is cut between groups
-            parts.append(whole.columns(start, stop))
-        for part in parts:
-            assert part.shape == (96, stop - start)
-            assert torch.equal(part.dequantise(torch.float32), values[:, start:stop])
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_rows_of_parts_are_joined(name: str, tmp_path: Path) -> None:
-    """q, k and v keep their own scales, also those of a whole tensor; ordered parts only join in the same order."""
-    save_quantised(tmp_path, name)
-    _, checkpoint = open_folder(tmp_path)
-    names = [f"model.layers.0.self_attn.{part}_proj.weight" for part in ("q", "k", "v")]
-    parts = [checkpoint.packed_slice(weight, CPU) for weight in names]
-    if parts[0].perm is not None:
-        with pytest.raises(ValueError, match="one order of columns"):
-            join_rows(parts)
-        parts = [parts[0].rows(0, 40), parts[0].rows(40, 512)]
-        names = names[:1]
-    joined = join_rows(parts)
-    assert torch.equal(joined.dequantise(torch.float32), torch.cat([checkpoint.tensor_slice(each) for each in names]))
-    assert isinstance(joined, PackedWeight)
-    assert joined.num_bytes == sum(tensor.nbytes for tensor in vars(joined).values() if isinstance(tensor, Tensor))
+        part = checkpoint.packed_slice(weight, CPU, 1, start, stop)
+        assert part.shape == (96, stop - start)
+        assert torch.equal(part.dequantise(torch.float32), values[:, start:stop])
