@@ -348,36 +348,17 @@ def lean_decode_kernel(
             q_ptr, k_ptr, v_ptr, output, begin, end, begin2, end2, is_spec, is_recall, num_blocks, tile, count,
             seq_lens, rest_end, o_partial_ptr, lse_partial_ptr, capacity, chunk_size, qk_scale, program,
         )  # fmt: skip
+        # A tuple cannot hold the pointers that may be None.
         if LONG > 0 and use_long:
             o, lse, partial_index = _attend_run(
-                *args,
-                listed_ptr,
-                block_lse_ptr,
-                HKV,
-                HEADS_PER_KV,
-                HEADS_PAD,
-                D,
-                HEAD_DIM,
-                B_PAD,
-                2 * BLOCK_N,
-                STAGES,
+                *args, listed_ptr, block_lse_ptr, HKV, HEADS_PER_KV, HEADS_PAD, D, HEAD_DIM, B_PAD, 2 * BLOCK_N, STAGES,
                 SPEC,
-            )
+            )  # fmt: skip
         else:
             o, lse, partial_index = _attend_run(
-                *args,
-                listed_ptr,
-                block_lse_ptr,
-                HKV,
-                HEADS_PER_KV,
-                HEADS_PAD,
-                D,
-                HEAD_DIM,
-                B_PAD,
-                BLOCK_N,
-                STAGES,
+                *args, listed_ptr, block_lse_ptr, HKV, HEADS_PER_KV, HEADS_PAD, D, HEAD_DIM, B_PAD, BLOCK_N, STAGES,
                 SPEC,
-            )
+            )  # fmt: skip
 
         has_partial = count > 0
         if RECALL_PARTS > 0:
