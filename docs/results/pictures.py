@@ -49,6 +49,7 @@ def method_of(codec: str) -> str:
 
 def quality_bytes(picture: Path, rows: list[Row]) -> None:
     """Draw the change of bits per byte over the bytes of a cached token, relative to bf16, for each codec and model."""
+    rows = [row for row in rows if row["case"]["measure"] == "bits per byte"]
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
     for panel, model in zip(axes, dict.fromkeys(row["case"]["model"] for row in rows), strict=True):
         own = [row["case"] | {"value": row["value"]} for row in rows if row["case"]["model"] == model]

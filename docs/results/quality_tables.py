@@ -127,7 +127,10 @@ def turboquant(title: str, rows: list[dict[str, Any]], note: str, picture: str =
     ]
     for model in dict.fromkeys(row["case"]["model"] for row in rows):
         own = [row for row in rows if row["case"]["model"] == model]
-        found = {(row["case"]["codec"], tuple(row["case"][name] for name in DEFAULT)): row["value"] for row in own}
+        bits = [row for row in own if row["case"]["measure"] == "bits per byte"]
+        found = {(row["case"]["codec"], tuple(row["case"][name] for name in DEFAULT)): row["value"] for row in bits}
+        answers = {(row["case"]["codec"], row["case"]["measure"]): row["value"] for row in own if row not in bits}
+        tasks = [name for name in QUALITY_COLUMNS if any(name == measure for _, measure in answers)]
         base = found["bf16", tuple(DEFAULT.values())]
 
         def change(codec: str, found: dict[Any, float] = found, base: float = base, **changed: Any) -> str:
@@ -141,15 +144,19 @@ def turboquant(title: str, rows: list[dict[str, Any]], note: str, picture: str =
                 f"{found[codec, tuple(DEFAULT.values())]:.4f}",
                 change(codec),
                 *(change(codec, **changed) for changed in VARIANTS.values()),
+                *(f"{answers[codec, task]:.0%}" if (codec, task) in answers else "" for task in tasks),
             ]
             for codec in sorted({codec for codec, _ in found}, key=lambda codec: (times_fewer(codec), codec))
         ]
         name = "the bundled model" if model == "demo" else model
-        context, windows = own[0]["case"]["context"], own[0]["case"]["samples"]
+        context, windows = bits[0]["case"]["context"], bits[0]["case"]["samples"]
         parts += [
             f"On {name}, {windows} windows of {context} tokens:",
             provenance(*own),
-            table(["cache", "times fewer", "bits per byte", "change", *VARIANTS], lines),
+            table(
+                ["cache", "times fewer", "bits per byte", "change", *VARIANTS, *(QUALITY_COLUMNS[t] for t in tasks)],
+                lines,
+            ),
         ]
     if picture:
         parts.append(f"![Change of bits per byte over the bytes of a cached token]({picture})")
