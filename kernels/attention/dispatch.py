@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,6 +47,7 @@ __all__ = [
     "KVLayer",
     "attend",
     "attend_recall_parts",
+    "attend_rows",
     "attend_spec_parts",
     "attend_workspace",
     "attend_workspaces",
@@ -96,13 +97,20 @@ class KVLayer(NamedTuple):
 CacheLayer = KVLayer | QuantisedLayer
 
 
-def attend_workspace(layer: CacheLayer, num_qo_heads: int, device: torch.device, spare_sms: int = 0) -> LeanWorkspace:
-    """Allocate the scratch memory of `attend` for all SMs but `spare_sms`; for 4 programs in the interpreter."""
+def attend_workspace(
+    layer: CacheLayer, num_qo_heads: int, device: torch.device, spare_sms: int = 0, rows: int = 1
+) -> LeanWorkspace:
+    """Allocate the scratch memory of `attend` for all SMs but `spare_sms`; for 4 programs in the interpreter.
+
+    rows: of each request, for `attend_rows`.
+    """
     sms = num_sms(device) - spare_sms if device.type == "cuda" else 4
-    per_sm = quantised_settings(device).per_sm if isinstance(layer, QuantisedLayer) else 1
-    return LeanWorkspace.allocate(
-        layer.batch_size, num_qo_heads, layer.num_kv_heads, layer.head_dim, device, per_sm * sms
-    )
+    is_quantised = isinstance(layer, QuantisedLayer)
+    programs = quantised_settings(device).per_sm * sms if is_quantised else sms
+    # Rows are requests of the kernel over a quantised cache, and columns of the one over bf16.
+    requests, heads = (rows, num_qo_heads) if is_quantised else (1, rows * num_qo_heads)
+    requests *= layer.batch_size
+    return LeanWorkspace.allocate(requests, heads, layer.num_kv_heads, layer.head_dim, device, programs)
 
 
 def attend(
@@ -129,6 +137,41 @@ def attend(
         lean_decode_attention(q, layer.k, layer.v, *args, prefetch_before_wait=prefetch_before_wait)
 
 
+def attend_rows(
+    q: Tensor,
+    layer: CacheLayer,
+    row_lens: Tensor,
+    seq_lens: Tensor,
+    sm_scale: float,
+    workspace: LeanWorkspace,
+    out: Tensor,
+    lse: Tensor,
+    block_lse: Tensor | None = None,
+    prefetch_before_wait: bool = False,
+) -> None:
+    """Launch decode attention of R rows of each request, each over the tokens up to its own.
+
+    Args:
+        q: [B R, Hq, D], rows of a request side by side.  row_lens: [B, R] int32, ascending.
+        seq_lens: [B] int32, the last of each request's `row_lens`.
+        workspace: of `attend_workspace` with R rows.  out: [B R, Hq, D].  lse: [B R, Hq] fp32.
+        block_lse: written with the weights of blocks: over bf16 [B, Hkv, NB, 4, R Hq / Hkv], over a quantised cache
+            [B R, Hkv, NB, 4, Hq / Hkv].
+        prefetch_before_wait: as for `attend`.
+    Raises, Capture: as for `lean_decode_attention`.
+    """
+    options: dict[str, Any] = {"prefetch_before_wait": prefetch_before_wait, "block_lse": block_lse}
+    if isinstance(layer, QuantisedLayer):
+        quantised_decode_attention(
+            q, layer, row_lens.flatten(), sm_scale, workspace, out, lse, rows=row_lens.shape[1], **options
+        )
+    else:
+        lean_decode_attention(
+            q, layer.k, layer.v, seq_lens, sm_scale, workspace, out, lse,
+            row_lens=row_lens if row_lens.shape[1] > 1 else None, **options,
+        )  # fmt: skip
+
+
 def attend_spec_parts(layer: CacheLayer, num_qo_heads: int, chunk_size: int, device: torch.device) -> int:
     """Return the number of parts in which `attend` sends `A~`, if the receiver is on another GPU."""
     batch_size, num_kv_heads = layer.batch_size, layer.num_kv_heads
@@ -144,11 +187,11 @@ def attend_recall_parts(layers: Sequence[CacheLayer], recall_blocks: int) -> int
 
 
 def attend_workspaces(
-    layers: Sequence[CacheLayer], num_qo_heads: int, device: torch.device, spare_sms: int = 0
+    layers: Sequence[CacheLayer], num_qo_heads: int, device: torch.device, spare_sms: int = 0, rows: int = 1
 ) -> dict[type, LeanWorkspace]:
     """Allocate `attend_workspace` once for each kind of layer."""
     kinds = {type(layer): layer for layer in layers}
-    return {kind: attend_workspace(layer, num_qo_heads, device, spare_sms) for kind, layer in kinds.items()}
+    return {kind: attend_workspace(layer, num_qo_heads, device, spare_sms, rows) for kind, layer in kinds.items()}
 
 
 class DecodeAttention:

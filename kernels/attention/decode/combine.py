@@ -15,11 +15,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from alspec.kernels.attention.decode.tile_schedule import query_row
 from alspec.kernels.comm.ll_packets import store_packets
 from alspec.kernels.common.device import INTERPRETED, inverse_of_sum, log2_of_sum
 
 __all__ = [
     "COMBINE_REGISTERS",
+    "NO_TOKEN",
     "await_partials",
     "combine_output",
     "combine_sizes",
@@ -30,6 +32,7 @@ __all__ = [
     "store_partial",
 ]
 
+NO_TOKEN = tl.constexpr(-1e30)  # maximum of a row that sees no token yet: exp2 of -inf minus it is 0, not NaN
 LANE = tl.constexpr(4)  # channels per lane and load
 # Channels per program: beyond 8 a program, which is one warp, is issue-bound. But with more than MAX_NARROW_PROGRAMS
 # programs per request 16 are faster: over a quantised cache, attention holds all registers of an SM until it ends.
@@ -94,8 +97,8 @@ def store_partial(o, lse, o_ptr, lse_ptr, partial_index, heads, channels, HEADS_
 
 @triton.jit
 def store_output(
-    o, lse, output, is_whole, o_ptr, lse_ptr, program, out_ptr, out_lse_ptr, heads, channels,
-    HEADS_PER_KV: tl.constexpr, HEAD_DIM: tl.constexpr,
+    o, lse, output, is_whole, o_ptr, lse_ptr, program, out_ptr, out_lse_ptr, heads, channels, HKV: tl.constexpr,
+    HEADS_PER_KV: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Store what a program computed of an output: a partial, or if `is_whole` the output itself, which is then final.
 
@@ -107,7 +110,7 @@ def store_output(
         store_partial(o, lse, o_ptr, lse_ptr, program + output, heads, channels, HEADS_PER_KV)
     else:
         if is_whole:
-            row, head_mask = output * HEADS_PER_KV + heads, heads < HEADS_PER_KV
+            row, head_mask = query_row(output, heads, HKV, HEADS_PER_KV, ROWS), heads < HEADS_PER_KV
             tl.store(
                 out_ptr + row[None, :] * HEAD_DIM + channels[:, None], o.to(out_ptr.dtype.element_ty),
                 mask=head_mask[None, :] & (channels < HEAD_DIM)[:, None],

@@ -43,6 +43,7 @@ from alspec.kernels.common.jit_launch import is_hopper, jit_launch, num_sms, set
 from alspec.predictor import MAX_RECALL_BLOCKS
 
 __all__ = [
+    "MAX_COLUMNS",
     "MAX_RECALL_PARTS",
     "PHASES",
     "LeanWorkspace",
@@ -50,6 +51,7 @@ __all__ = [
     "RecallBuffers",
     "SpecOutput",
     "check_outputs",
+    "check_row_lens",
     "check_spec_output",
     "lean_recall_parts",
     "num_recall_blocks",
@@ -67,6 +69,7 @@ TILE_BYTES = 32768  # bytes of K, and of V, in one tile
 # {block_n: tiles}: with more tiles than this in an average run, tiles are twice as long. Runs differ by one tile, which
 # matters little if they are long.
 LONG_RUN = {64: 3, 128: 16}
+MAX_COLUMNS = 64  # rows times query heads of a KV head: one product
 MAX_SPEC_PARTS = 5  # parts of `A~` over sink and window of an output
 MAX_RECALL_PARTS = 8  # parts over its recalled blocks, of at most 32 blocks each
 NUM_WARPS = 4  # one warp group: a product of at least 64 rows is then a Hopper matrix instruction
@@ -164,8 +167,10 @@ def lean_decode_attention(
     gate: Tensor | None = None,
     *,
     prefetch_before_wait: bool = False,
+    row_lens: Tensor | None = None,
+    block_lse: Tensor | None = None,
 ) -> None:
-    """Compute attention of one new token per request over its first `seq_lens` cached tokens.
+    """Compute attention of one new token per request over its first `seq_lens` cached tokens; or of several rows.
 
         o = softmax(sm_scale q K^T) V,   lse = log2 sum_t 2^(sm_scale log2(e) q.k_t)
 
@@ -183,30 +188,36 @@ def lean_decode_attention(
             writes only these inputs of this launch: q, the newest token of each request, and the gate. The kernel then
             reads the lengths before it waits for the previous kernel. Without speculation and gate it also fetches its
             first tiles.
+        row_lens: [B, R] int32, without speculation: q, out and lse are [B R, ...], and row r of a request sees its
+            first `row_lens[r]` tokens, 1 .. `seq_lens`. K and V are read once for all rows; R Hq / Hkv is at most
+            MAX_COLUMNS.
+        block_lse: [B, Hkv, NB, 4, R Hq / Hkv] fp32, without speculation: written as `RecallBuffers.block_lse`, for all
+            blocks but the newest two; rows first, then query heads.
     Raises:
         ValueError: shape, dtype or layout, naming the argument.
     Capture: graph-safe; allocates nothing. From compute capability 9.0 on, the launches are programmatic dependent
         launches: they start while the previous kernel ends and wait for its results. Exceptions are the `predictor`
         launch and the combine of a `rest`.
     """
-    _check(q, k_cache, v_cache, seq_lens, speculation, phase)
-    check_outputs(q, k_cache.shape[1], workspace, out, lse)
-    (batch_size, num_qo_heads, head_dim), num_kv_heads = q.shape, k_cache.shape[1]
-    heads_per_kv = num_qo_heads // num_kv_heads
-    heads_pad = triton.next_power_of_2(heads_per_kv)
+    rows = 1 if row_lens is None else row_lens.shape[1]
+    _check(q, k_cache, v_cache, seq_lens, speculation, phase, row_lens)
+    check_outputs(q, k_cache.shape[1], workspace, out, lse, rows)
+    (num_rows, num_qo_heads, head_dim), num_kv_heads = q.shape, k_cache.shape[1]
+    batch_size, columns = num_rows // rows, rows * num_qo_heads // num_kv_heads
+    heads_pad = triton.next_power_of_2(columns)
     width = triton.next_power_of_2(head_dim)
-    use_tma = _uses_tma(q.device, heads_per_kv, head_dim, q.dtype)
+    use_tma = _uses_tma(q.device, columns, head_dim, q.dtype, rows)
     block_n, long_run, num_stages, pdl = _settings(q.device, width * q.itemsize, use_tma)
-    if long_run and heads_pad > 16:  # with more than 128 tokens in a tile the softmax would spill registers
-        block_n, long_run = min(128, 2 * block_n), 0
+    block_n, long_run = _tile_of(block_n, long_run, heads_pad, rows == 1 or (use_tma and heads_pad == 32))
     # Not for a predictor: it may follow a join of two streams, and a dependent launch waits for one kernel only.
     pdl = pdl and phase != "predictor"
     spec = speculation
     options: dict[str, Any] = {
         "HKV": num_kv_heads,
-        "HEADS_PER_KV": heads_per_kv,
+        "HEADS_PER_KV": columns,
         "D": width,
         "HEAD_DIM": head_dim,
+        "ROWS": rows,
         "PROGRAMS": workspace.num_programs,
         "B_PAD": _pad_batch(batch_size),
         "BLOCK_N": block_n,
@@ -226,17 +237,18 @@ def lean_decode_attention(
         inputs = (*_tma_descriptors(k_cache, v_cache, width, block_n, long_run > 0), seq_lens, *results)
     else:
         kernel, inputs = lean_decode_kernel, (k_cache, v_cache, k_cache.shape[2], seq_lens)
+    lists, weights = recall_pointers(spec, phase) if block_lse is None else (None, block_lse)
     jit_launch(kernel, (workspace.num_programs,))(
         q, *inputs, spec.spec_out if spec else None, spec.spec_lse if spec else None,
-        spec.epoch if spec else None, workspace.o, workspace.lse, gate, *recall_pointers(spec, phase), *scalars,
-        num_recall_blocks(spec), sm_scale * math.log2(math.e),
+        spec.epoch if spec else None, workspace.o, workspace.lse, gate, lists, weights, row_lens, *scalars,
+        num_recall_blocks(spec) if block_lse is None else block_lse.shape[2], sm_scale * math.log2(math.e),
         HEADS_PAD=max(8 if use_tma else 16, heads_pad), STAGES=num_stages,
         READ_LENGTHS_EARLY=pdl and prefetch_before_wait, num_warps=NUM_WARPS, **options,
     )  # fmt: skip
     if phase != "predictor" or options["RECALL"]:
         options |= {
             "WHOLE": results[0] is not None,
-            "SLICES_PER_PROGRAM": slices_per_program(batch_size, num_qo_heads, head_dim),
+            "SLICES_PER_PROGRAM": slices_per_program(num_rows, num_qo_heads, head_dim),
         }
         launch_combine(lean_combine_kernel, seq_lens, workspace, out, lse, spec, gate, scalars, head_dim, options)
 
@@ -261,10 +273,21 @@ def num_recall_blocks(speculation: SpecOutput | None) -> int:
 
 
 def _check(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, seq_lens: Tensor, speculation: SpecOutput | None, phase: Phase
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    seq_lens: Tensor,
+    speculation: SpecOutput | None,
+    phase: Phase,
+    row_lens: Tensor | None,
 ) -> None:
     """Raise ValueError if `lean_decode_attention` has no kernel for these arguments."""
-    (batch_size, num_qo_heads, head_dim), (num_kv_heads, capacity) = q.shape, k_cache.shape[1:3]
+    (_, num_qo_heads, head_dim), (batch_size, num_kv_heads, capacity) = q.shape, k_cache.shape[:3]
+    rows = 1 if row_lens is None else row_lens.shape[1]
+    if row_lens is not None:
+        check_row_lens(row_lens, batch_size, num_qo_heads // num_kv_heads, speculation)
+    if q.shape[0] != batch_size * rows:
+        raise ValueError(f"q: expected {batch_size * rows} rows, found {q.shape[0]}")
     if not (q.is_contiguous() and k_cache.is_contiguous() and v_cache.is_contiguous()):
         raise ValueError("q, k_cache, v_cache: expected contiguous tensors")
     if seq_lens.dtype != torch.int32 or seq_lens.shape != (batch_size,):
@@ -283,14 +306,28 @@ def _check(
     check_spec_output(speculation, q, num_kv_heads, phase, MAX_SPEC_PARTS)
 
 
-def check_outputs(q: Tensor, num_kv_heads: int, workspace: LeanWorkspace, out: Tensor, lse: Tensor) -> None:
-    """Raise ValueError if `out`, `lse` or the workspace does not fit the attention of q [B, Hq, D]."""
-    batch_size, num_qo_heads, head_dim = q.shape
+def check_row_lens(row_lens: Tensor, batch_size: int, heads_per_kv: int, speculation: SpecOutput | None) -> None:
+    """Raise ValueError if `row_lens` does not fit a batch, or if rows come with speculation."""
+    if row_lens.dtype != torch.int32 or row_lens.shape[0] != batch_size or not row_lens.is_contiguous():
+        raise ValueError(f"row_lens: expected [{batch_size}, R] int32, found {list(row_lens.shape)} {row_lens.dtype}")
+    if row_lens.shape[1] * heads_per_kv > MAX_COLUMNS:
+        raise ValueError(f"row_lens: expected at most {MAX_COLUMNS // heads_per_kv} rows, found {row_lens.shape[1]}")
+    if speculation is not None:
+        raise ValueError("row_lens: expected no speculation")
+
+
+def check_outputs(
+    q: Tensor, num_kv_heads: int, workspace: LeanWorkspace, out: Tensor, lse: Tensor, rows: int = 1
+) -> None:
+    """Raise ValueError if `out`, `lse` or the workspace does not fit the attention of q [B rows, Hq, D]."""
+    num_rows, num_qo_heads, head_dim = q.shape
     if out.shape != q.shape or not out.is_contiguous():
         raise ValueError(f"out: expected {list(q.shape)}, contiguous, found {list(out.shape)}")
     if lse.shape != q.shape[:2] or lse.dtype != torch.float32 or not lse.is_contiguous():
         raise ValueError(f"lse: expected {list(q.shape[:2])} fp32, contiguous, found {list(lse.shape)} {lse.dtype}")
-    expected = LeanWorkspace.shape(batch_size, num_qo_heads, num_kv_heads, head_dim, workspace.num_programs)
+    expected = LeanWorkspace.shape(
+        num_rows // rows, rows * num_qo_heads, num_kv_heads, head_dim, workspace.num_programs
+    )
     if workspace.o.shape != expected:
         raise ValueError(f"workspace: expected partials {list(expected)}, found {list(workspace.o.shape)}")
 
@@ -415,6 +452,16 @@ def spec_parts(
     return max(1, min(wanted, MAX_SPEC_PARTS if heads_per_kv <= 4 else 3, programs // (3 * num_kv_heads)))
 
 
+def _tile_of(block_n: int, long_run: int, heads_pad: int, is_wide: bool) -> tuple[int, int]:
+    """Return block_n and long_run for so many columns: with larger tiles the softmax would spill registers.
+
+    is_wide: tiles of more than 16 columns may have 128 tokens.
+    """
+    if heads_pad <= 16 or (is_wide and not long_run):
+        return block_n, long_run
+    return (min(128, 2 * block_n) if is_wide else min(64, block_n)), 0
+
+
 def _pad_batch(batch_size: int) -> int:
     """Batch size padded for the kernel's sums over requests: 1, or a power of two of at least 32 (a warp).
 
@@ -424,14 +471,17 @@ def _pad_batch(batch_size: int) -> int:
     return 1 if batch_size == 1 else max(32, triton.next_power_of_2(batch_size))
 
 
-def _uses_tma(device: torch.device, heads_per_kv: int, head_dim: int, dtype: torch.dtype) -> bool:
+def _uses_tma(device: torch.device, columns: int, head_dim: int, dtype: torch.dtype, rows: int = 1) -> bool:
     """True if mainloop_sm90.py serves the launch: Hopper, 16-bit elements, head_dim 33 to 256, <= 16 heads per KV head.
+
+    With several rows, 64 columns are served up to head_dim 128.
 
     TMA needs rows of a multiple of 16 bytes. Rows of 32 channels or fewer do not fill a 128-byte line of shared memory.
     """
     if not is_hopper(device):
         return False
-    return heads_per_kv <= 16 and dtype.itemsize == 2 and 32 < head_dim <= 256 and head_dim % 8 == 0
+    most = 16 if rows == 1 or head_dim > 128 else MAX_COLUMNS
+    return columns <= most and dtype.itemsize == 2 and 32 < head_dim <= 256 and head_dim % 8 == 0
 
 
 def _tma_descriptors(

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from alspec.kernels.attention.decode.combine import await_partials, combine_output, send_spec, store_partial
+from alspec.kernels.attention.decode.combine import NO_TOKEN, await_partials, combine_output, send_spec, store_partial
 from alspec.kernels.attention.decode.tile_schedule import (
     KV_BLOCK,
     PREDICTOR,
@@ -23,6 +23,7 @@ from alspec.kernels.attention.decode.tile_schedule import (
     output_tiles,
     program_of_tile,
     program_work,
+    query_row,
     recall_part_blocks,
     request_ranges,
     spec_block_n,
@@ -80,11 +81,14 @@ def _pad_columns(x, N: tl.constexpr, HEADS_PAD: tl.constexpr, REAL: tl.constexpr
 
 
 @triton.jit
-def _finish_softmax(row_max, weight_sums, acc):
+def _finish_softmax(row_max, weight_sums, acc, ROWS: tl.constexpr):
     """Finish an online softmax: o [D, HEADS_PAD], normalised, and lse [HEADS_PAD], base 2."""
     # Sum over tokens here, once. In every tile it would go through shared memory twice, to get the layout of row_max.
     weight_sums = tl.sum(weight_sums, 0)
-    return acc * inverse_of_sum(weight_sums)[None, :], row_max + log2_of_sum(weight_sums)
+    o, lse = acc * inverse_of_sum(weight_sums)[None, :], row_max + log2_of_sum(weight_sums)
+    if ROWS > 1:  # a row may see no token of these tiles
+        o = tl.where((lse > float("-inf"))[None, :], o, 0.0)
+    return o, lse
 
 
 @triton.jit
@@ -129,11 +133,13 @@ def _attend_run(
     program,
     listed_ptr,  # blocks, or None
     block_lse_ptr,  # [B Hkv, NB, 4, HEADS_PER_KV] fp32, written for tiles of the rest; or None
+    row_lens_ptr,  # of the kernel, or None
     HKV: tl.constexpr,
     HEADS_PER_KV: tl.constexpr,
     HEADS_PAD: tl.constexpr,
     D: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    ROWS: tl.constexpr,
     B_PAD: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
@@ -179,7 +185,11 @@ def _attend_run(
                     output = request * HKV + (tile + i - before) // tl.maximum(rest, 1)
         left = limit - token
         # Load q with every tile, so that one wait covers q and the first tile.
-        q = tl.load(q_ptr + output * (HEADS_PER_KV * HEAD_DIM) + q_offsets, mask=q_mask, other=0.0)
+        if ROWS == 1:
+            q = tl.load(q_ptr + output * (HEADS_PER_KV * HEAD_DIM) + q_offsets, mask=q_mask, other=0.0)
+        else:
+            q_rows = query_row(output, heads, HKV, HEADS_PER_KV, ROWS)
+            q = tl.load(q_ptr + q_rows[:, None] * HEAD_DIM + channels[None, :], mask=q_mask, other=0.0)
         # Clamp to the last token: cheaper than a mask, and never reads unused memory, which may hold NaN.
         tokens = tl.minimum(offsets, left - 1).to(tl.int64)[:, None] * HEAD_DIM
         base = output.to(tl.int64) * (capacity * HEAD_DIM) + token * HEAD_DIM
@@ -193,7 +203,7 @@ def _attend_run(
             k = tl.load(k_ptrs, mask=channel_mask, other=0.0, eviction_policy="evict_first")
             v = tl.load(v_ptrs, mask=channel_mask, other=0.0, eviction_policy="evict_first")
         if program + output != partial_index:
-            o, lse = _finish_softmax(row_max, weight_sums, acc)
+            o, lse = _finish_softmax(row_max, weight_sums, acc, ROWS)
             store_partial(o, lse, o_ptr, lse_ptr, partial_index, tl.arange(0, REAL), channels, HEADS_PER_KV)
             row_max, weight_sums, acc = _init_softmax(BLOCK_N, REAL, D)
             # Add a 0 that the compiler cannot prove: with only constants it splits the branch and spills registers on
@@ -202,7 +212,14 @@ def _attend_run(
         partial_index = program + output  # not `output`: the pipeliner rejects a value used two tiles later
         s = _drop_padding(tl.dot(k, tl.trans(q), input_precision="ieee"), BLOCK_N, HEADS_PAD, REAL) * qk_scale
         s = tl.where((offsets < left)[:, None], s, float("-inf"))
+        if ROWS > 1:
+            columns = tl.arange(0, REAL)
+            row = output // HKV * ROWS + columns // (HEADS_PER_KV // ROWS)
+            row_ends = tl.load(row_lens_ptr + row, mask=columns < HEADS_PER_KV, other=1) - token
+            s = tl.where(offsets[:, None] < row_ends[None, :], s, float("-inf"))
         new_max = tl.maximum(row_max, _tile_max(s, BLOCK_N, REAL))
+        if ROWS > 1:
+            new_max = tl.maximum(new_max, NO_TOKEN)
         p = tl.exp2(s - new_max[None, :])
         alpha = tl.exp2(row_max - new_max)
         weight_sums = weight_sums * alpha[None, :] + p
@@ -214,7 +231,7 @@ def _attend_run(
         )
         acc = _drop_padding(tl.dot(tl.trans(v), p, acc, input_precision="ieee"), D, HEADS_PAD, REAL)
         row_max = new_max
-    o, lse = _finish_softmax(row_max, weight_sums, acc)
+    o, lse = _finish_softmax(row_max, weight_sums, acc, ROWS)
     return o, lse, partial_index
 
 
@@ -237,15 +254,17 @@ def lean_decode_kernel(
     gate_ptr,  # [1] int32 or None
     recalled_ptr,  # [B, Hkv, RECALL] int32, blocks in ascending order, then -1; or None
     block_lse_ptr,  # [B, Hkv, NB, 4, HEADS_PER_KV] fp32, written: log2 of the weights of every 16 tokens; or None
+    row_lens_ptr,  # [B, ROWS] int32: tokens that each row sees; None with one row. Without speculation
     num_requests,
     chunk_size,
     num_blocks,  # NB
     qk_scale,
     HKV: tl.constexpr,
-    HEADS_PER_KV: tl.constexpr,
+    HEADS_PER_KV: tl.constexpr,  # columns of an output, see `query_row`
     HEADS_PAD: tl.constexpr,
     D: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    ROWS: tl.constexpr,  # of each request
     PROGRAMS: tl.constexpr,
     B_PAD: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -351,13 +370,13 @@ def lean_decode_kernel(
         # A tuple cannot hold the pointers that may be None.
         if LONG > 0 and use_long:
             o, lse, partial_index = _attend_run(
-                *args, listed_ptr, block_lse_ptr, HKV, HEADS_PER_KV, HEADS_PAD, D, HEAD_DIM, B_PAD, 2 * BLOCK_N, STAGES,
-                SPEC,
+                *args, listed_ptr, block_lse_ptr, row_lens_ptr, HKV, HEADS_PER_KV, HEADS_PAD, D, HEAD_DIM, ROWS, B_PAD,
+                2 * BLOCK_N, STAGES, SPEC,
             )  # fmt: skip
         else:
             o, lse, partial_index = _attend_run(
-                *args, listed_ptr, block_lse_ptr, HKV, HEADS_PER_KV, HEADS_PAD, D, HEAD_DIM, B_PAD, BLOCK_N, STAGES,
-                SPEC,
+                *args, listed_ptr, block_lse_ptr, row_lens_ptr, HKV, HEADS_PER_KV, HEADS_PAD, D, HEAD_DIM, ROWS, B_PAD,
+                BLOCK_N, STAGES, SPEC,
             )  # fmt: skip
 
         has_partial = count > 0
@@ -395,6 +414,7 @@ def lean_combine_kernel(
     HEADS_PER_KV: tl.constexpr,
     D: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    ROWS: tl.constexpr,
     PROGRAMS: tl.constexpr,  # of the attention kernel
     B_PAD: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -439,6 +459,8 @@ def lean_combine_kernel(
             is_needed = is_needed & (runs > 1)
         if gate_ptr is not None:
             is_needed = is_needed & (tl.load(gate_ptr) != 0)
+        if ROWS > 1:
+            row = query_row(output, head, HKV, HEADS_PER_KV, ROWS)
         if is_needed:
             combine_output(
                 o_partial_ptr, lse_partial_ptr, partial_index, runs,

@@ -30,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_wait
 
-from alspec.kernels.attention.decode.combine import send_spec, store_output, store_partial
+from alspec.kernels.attention.decode.combine import NO_TOKEN, send_spec, store_output, store_partial
 from alspec.kernels.attention.decode.tile_schedule import (
     ALL,
     KV_BLOCK,
@@ -44,6 +44,7 @@ from alspec.kernels.attention.decode.tile_schedule import (
     locate,
     num_spec_parts,
     program_work,
+    query_row,
     recall_part_blocks,
     spec_block_n,
     spec_part_tokens,
@@ -66,9 +67,15 @@ def _mma_layout(columns):
 
 
 @gluon.constexpr_function
+def _column_bits(columns):
+    """Register bases of the columns from 8 on."""
+    return [[0, 2**i] for i in range(3, columns.bit_length() - 1)]
+
+
+@gluon.constexpr_function
 def _warp_values_layout(columns):
     """Layout [4, columns] of one value per warp. Every warp holds all 4; lanes hold columns as in the MMA layout."""
-    registers = [[0, 1], [1, 0], [2, 0]] + ([[0, 8]] if columns == 16 else [])
+    registers = [[0, 1], [1, 0], [2, 0], *_column_bits(columns)]
     lanes = [[0, 2], [0, 4], [0, 0], [0, 0], [0, 0]]
     return gl.DistributedLinearLayout(registers, lanes, [[0, 0], [0, 0]], [], [4, columns])
 
@@ -81,8 +88,7 @@ def _store_layout(d, columns, heads):
     lanes that store nothing, and the compiler would branch around each store.
     """
     lane, register = ([8, 0], [0, 4]) if heads <= 4 else ([0, 4], [8, 0])
-    more_columns = [[0, 8]] if columns == 16 else []
-    registers = [[0, 1], register, *more_columns, *([2**i, 0] for i in range(6, d.bit_length() - 1))]
+    registers = [[0, 1], register, *_column_bits(columns), *([2**i, 0] for i in range(6, d.bit_length() - 1))]
     lanes = [[0, 2], lane, [1, 0], [2, 0], [4, 0]]
     return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [d, columns])
 
@@ -165,15 +171,27 @@ def _issue_copy(desc, bars, tiles, stage, cursor, listed, enable):
 
 @gluon.jit
 def _load_query(
-    q_ptr, output, num_outputs, HEADS_PAD: gl.constexpr, HEADS_PER_KV: gl.constexpr, D: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
+    q_ptr, output, num_outputs, HKV: gl.constexpr, HEADS_PAD: gl.constexpr, HEADS_PER_KV: gl.constexpr,
+    D: gl.constexpr, HEAD_DIM: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     """Load q [HEADS_PAD, D] of one output, that is, of the query heads of one KV head; padding is 0."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [WARPS, 1], [1, 0])
     heads = gl.arange(0, HEADS_PAD, layout=gl.SliceLayout(1, layout))[:, None]
     channels = gl.arange(0, D, layout=gl.SliceLayout(0, layout))[None, :]
     q_mask = (heads < HEADS_PER_KV) & (channels < HEAD_DIM) & (output < num_outputs)
-    return gl.load(q_ptr + (output * HEADS_PER_KV + heads) * HEAD_DIM + channels, mask=q_mask, other=0.0)
+    row = query_row(output, heads, HKV, HEADS_PER_KV, ROWS)
+    return gl.load(q_ptr + row * HEAD_DIM + channels, mask=q_mask, other=0.0)
+
+
+@gluon.jit
+def _row_lengths(
+    row_lens_ptr, output, num_outputs, HKV: gl.constexpr, HEADS_PAD: gl.constexpr, HEADS_PER_KV: gl.constexpr,
+    ROWS: gl.constexpr,
+):  # fmt: skip
+    """Load the tokens that each column of an output sees, [HEADS_PAD]: those of its row."""
+    columns = gl.arange(0, HEADS_PAD, layout=gl.SliceLayout(0, _mma_layout(HEADS_PAD)))
+    row = output // HKV * ROWS + columns // (HEADS_PER_KV // ROWS)
+    return gl.load(row_lens_ptr + row, mask=(columns < HEADS_PER_KV) & (output < num_outputs), other=1)
 
 
 @gluon.jit
@@ -202,7 +220,7 @@ def _split_by_warp(s):
 
 
 @gluon.jit
-def _finish_softmax(row_max, weight_sums, acc, warp_buffer, HEADS_PER_KV: gl.constexpr):
+def _finish_softmax(row_max, weight_sums, acc, warp_buffer, HEADS_PER_KV: gl.constexpr, ROWS: gl.constexpr):
     """Finish an online softmax: o [D, HEADS_PAD], normalised, and lse [HEADS_PAD], base 2, in the layout for the store.
 
     Args:
@@ -215,6 +233,8 @@ def _finish_softmax(row_max, weight_sums, acc, warp_buffer, HEADS_PER_KV: gl.con
     weight_sums = gl.convert_layout(weight_sums, row_max.type.layout, assert_trivial=True)
     layout: gl.constexpr = _store_layout(acc.shape[0], HEADS_PAD, HEADS_PER_KV)
     o, lse = acc * inverse_of_sum(weight_sums)[None, :], row_max + log2_of_sum(weight_sums)
+    if ROWS > 1:  # a row may see no token of these tiles
+        o = gl.where((lse > float("-inf"))[None, :], o, 0.0)
     return gl.convert_layout(o, layout), gl.convert_layout(lse, gl.SliceLayout(0, layout))
 
 
@@ -294,9 +314,9 @@ def _issue_first_copies(
 @gluon.jit
 def _attend_run(
     streams, q_ptr, q_tile, warp_buffer, cursor, next_range, count, tiles_done, o_ptr, lse_ptr, qk_scale, program,
-    num_outputs, batch, listed, block_lse, out_ptr, out_lse_ptr, is_whole, was_delayed, HKV: gl.constexpr,
-    HEADS_PER_KV: gl.constexpr, HEAD_DIM: gl.constexpr, SPEC: gl.constexpr, IS_SPEC: gl.constexpr,
-    PREFETCH_TILE: gl.constexpr,
+    num_outputs, batch, listed, block_lse, row_lens_ptr, out_ptr, out_lse_ptr, is_whole, was_delayed,
+    HKV: gl.constexpr, HEADS_PER_KV: gl.constexpr, HEAD_DIM: gl.constexpr, ROWS: gl.constexpr, SPEC: gl.constexpr,
+    IS_SPEC: gl.constexpr, PREFETCH_TILE: gl.constexpr,
 ):  # fmt: skip
     """Online softmax over `count` tiles. Copies for the next output start before this output ends.
 
@@ -309,6 +329,7 @@ def _attend_run(
         batch: None with IS_SPEC or one request; otherwise as for `_next_output`, in place of `next_range`.
         listed: as for `_advance`; then there is no `next_range` and no `batch`.
         block_lse: as for `_store_block_lse`, or None.
+        row_lens_ptr: of the kernel; None if ROWS is 1.
         out_ptr, out_lse_ptr: as for `store_output`.
         is_whole: the run begins with the first tile of its first output.
         tiles_done: tiles that this program has loaded before; gives the stage and parity of the next tile.
@@ -331,11 +352,13 @@ def _attend_run(
             streams, cursor, next_range, batch, listed, count, tiles_done, was_delayed, HKV, SPEC, PREFETCH_TILE
         )
     # Without PREFETCH_TILE q is ready: load it before the tiles. Load q of the next output early, to hide its latency.
-    q = _load_query(q_ptr, output, num_outputs, HEADS_PAD, HEADS_PER_KV, D, HEAD_DIM)
+    q = _load_query(q_ptr, output, num_outputs, HKV, HEADS_PAD, HEADS_PER_KV, D, HEAD_DIM, ROWS)
     if not IS_SPEC:
         following = output + 1, next_range[0], next_range[1]
         upcoming = following if batch is None else _next_output(output, batch, HKV, SPEC)
-        next_q = _load_query(q_ptr, upcoming[0], num_outputs, HEADS_PAD, HEADS_PER_KV, D, HEAD_DIM)
+        next_q = _load_query(
+            q_ptr, upcoming[0], num_outputs, HKV, HEADS_PAD, HEADS_PER_KV, D, HEAD_DIM, ROWS
+        )  # fmt: skip
     if not PREFETCH_TILE:
         v_cursor, k_cursor = _issue_first_copies(
             streams, cursor, next_range, batch, listed, count, tiles_done, was_delayed, HKV, SPEC, PREFETCH_TILE
@@ -352,17 +375,21 @@ def _attend_run(
             if IS_SPEC:
                 token, end = next_range[0], next_range[1]
             else:
-                o, lse = _finish_softmax(row_max, weight_sums, acc, warp_buffer, HEADS_PER_KV)
+                o, lse = _finish_softmax(row_max, weight_sums, acc, warp_buffer, HEADS_PER_KV, ROWS)
                 store_output(
                     o, lse, output, is_whole, o_ptr, lse_ptr, program, out_ptr, out_lse_ptr, *_partial_indices(o),
-                    HEADS_PER_KV, HEAD_DIM,
+                    HKV, HEADS_PER_KV, HEAD_DIM, ROWS,
                 )  # fmt: skip
                 is_whole = token > 0  # true; a tensor, as before
                 row_max, weight_sums, acc = _init_softmax(BLOCK_N, HEADS_PAD, D)
                 _store_query(q_tile, next_q)
                 output, token, end = upcoming
                 upcoming = (output + 1, token, end) if batch is None else _next_output(output, batch, HKV, SPEC)
-                next_q = _load_query(q_ptr, upcoming[0], num_outputs, HEADS_PAD, HEADS_PER_KV, D, HEAD_DIM)
+                next_q = _load_query(
+                    q_ptr, upcoming[0], num_outputs, HKV, HEADS_PAD, HEADS_PER_KV, D, HEAD_DIM, ROWS
+                )  # fmt: skip
+        if ROWS > 1:  # from L1; kept over the loop they would take too many registers
+            row_lens = _row_lengths(row_lens_ptr, output, num_outputs, HKV, HEADS_PAD, HEADS_PER_KV, ROWS)
         stage, parity = _stage_and_parity(tiles_done + i, STAGES)
         mbarrier.wait(k_bars.index(stage), parity)
         k = k_tiles.index(stage).reshape([BLOCK_N, D])
@@ -371,6 +398,9 @@ def _attend_run(
         # Mask the tokens before `token`: the tile may start earlier (`_tile_start`).
         own_tokens = offsets >= token - _tile_start((output, token, end), listed, BLOCK_N)
         s = gl.where(own_tokens[:, None], s, float("-inf"))
+        if ROWS > 1:
+            row_ends = row_lens - _tile_start((output, token, end), listed, BLOCK_N)
+            s = gl.where(offsets[:, None] < row_ends[None, :], s, float("-inf"))
         warp_buffer.store(gl.max(gl.max(_split_by_warp(s), 0), 1))
         _barrier()
         # Every warp has now read K of this tile and V of the previous one, so both buffers can be refilled.
@@ -380,6 +410,8 @@ def _attend_run(
         v_cursor, k_cursor = k_cursor, _advance(k_cursor, next_range, batch, listed, BLOCK_N, HKV, SPEC)
         tile_max = gl.max(warp_buffer.load(_warp_values_layout(HEADS_PAD)), 0)
         new_max = gl.maximum(row_max, gl.convert_layout(tile_max, row_max.type.layout, assert_trivial=True))
+        if ROWS > 1:
+            new_max = gl.maximum(new_max, NO_TOKEN)
         p = gl.exp2(s - new_max[None, :])
         alpha = gl.exp2(row_max - new_max)
         row_max, weight_sums = new_max, weight_sums * alpha[None, :] + p
@@ -393,7 +425,7 @@ def _attend_run(
         acc = warpgroup_mma(v.permute((1, 0)), p_tile.permute((1, 0)), acc * alpha[None, :], is_async=True)
         acc = warpgroup_mma_wait(0, [acc])
         token += BLOCK_N
-    o, lse = _finish_softmax(row_max, weight_sums, acc, warp_buffer, HEADS_PER_KV)
+    o, lse = _finish_softmax(row_max, weight_sums, acc, warp_buffer, HEADS_PER_KV, ROWS)
     return o, lse, output, is_whole & (token >= end)
 
 
@@ -415,17 +447,18 @@ def _listed_blocks(
 @gluon.jit(do_not_specialize=["num_requests", "chunk_size", "num_blocks"])
 def lean_sm90_kernel(
     q_ptr, k_desc, v_desc, k_long, v_long, seq_lens_ptr, out_ptr, out_lse_ptr, spec_out_ptr, spec_lse_ptr, epoch_ptr,
-    o_partial_ptr, lse_partial_ptr, gate_ptr, recalled_ptr, block_lse_ptr, num_requests, chunk_size, num_blocks,
-    qk_scale, HKV: gl.constexpr, HEADS_PER_KV: gl.constexpr, HEADS_PAD: gl.constexpr, D: gl.constexpr,
-    HEAD_DIM: gl.constexpr, PROGRAMS: gl.constexpr, B_PAD: gl.constexpr, BLOCK_N: gl.constexpr, LONG: gl.constexpr,
-    STAGES: gl.constexpr, SPEC: gl.constexpr, SPEC_PARTS: gl.constexpr, RECALL: gl.constexpr,
+    o_partial_ptr, lse_partial_ptr, gate_ptr, recalled_ptr, block_lse_ptr, row_lens_ptr, num_requests, chunk_size,
+    num_blocks, qk_scale, HKV: gl.constexpr, HEADS_PER_KV: gl.constexpr, HEADS_PAD: gl.constexpr, D: gl.constexpr,
+    HEAD_DIM: gl.constexpr, ROWS: gl.constexpr, PROGRAMS: gl.constexpr, B_PAD: gl.constexpr, BLOCK_N: gl.constexpr,
+    LONG: gl.constexpr, STAGES: gl.constexpr, SPEC: gl.constexpr, SPEC_PARTS: gl.constexpr, RECALL: gl.constexpr,
     RECALL_PARTS: gl.constexpr, PHASE: gl.constexpr, PDL: gl.constexpr, READ_LENGTHS_EARLY: gl.constexpr,
 ):  # fmt: skip
     """Write the partials, and with speculation `A~`. Grid [PROGRAMS].
 
     Arguments as for `lean_decode_kernel`, except that K and V are TMA descriptors of [B Hkv, capacity, head_dim]:
     k_desc, v_desc with tiles of BLOCK_N tokens; k_long, v_long with tiles of 2 BLOCK_N (BLOCK_N if LONG is 0).
-    out_ptr, out_lse_ptr are the results of the launch, for a batch without speculation; otherwise None.
+    out_ptr, out_lse_ptr are the results of the launch, for a batch without speculation; otherwise None. ROWS > 1 is
+    without speculation.
     """
     # A short tile fills half a buffer.
     k_buffers = gl.allocate_shared_memory(k_desc.dtype, [STAGES] + k_long.block_shape, k_long.layout)  # noqa: RUF005
@@ -492,7 +525,7 @@ def lean_sm90_kernel(
                     output = spec_index - part * num_outputs
                 seq_len = gl.load(seq_lens_ptr + (output.to(gl.uint32) // HKV).to(gl.int32))
                 sink, window = token_ranges(seq_len, chunk_size, SPEC)
-            # Without batch, block_lse, out_ptr, out_lse_ptr and was_delayed; IS_SPEC, no PREFETCH_TILE.
+            # Without batch, block_lse, row_lens_ptr, out_ptr, out_lse_ptr and was_delayed; IS_SPEC, no PREFETCH_TILE.
             slot = part
             if RECALL_PARTS > 0 and part >= parts:
                 recall_part = part - parts
@@ -500,8 +533,8 @@ def lean_sm90_kernel(
                 first = gl.load(blocks_ptr, mask=count > 0, other=0) * KV_BLOCK
                 o, lse, _, _ = _attend_run(
                     streams, q_ptr, q_tile, warp_buffer, (output, first, 0), None, count, tiles_done, o_partial_ptr,
-                    lse_partial_ptr, qk_scale, program, num_outputs, None, (blocks_ptr, count), None, None, None,
-                    count > 0, None, HKV, HEADS_PER_KV, HEAD_DIM, SPEC, True, False,
+                    lse_partial_ptr, qk_scale, program, num_outputs, None, (blocks_ptr, count), None, None, None, None,
+                    count > 0, None, HKV, HEADS_PER_KV, HEAD_DIM, 1, SPEC, True, False,
                 )  # fmt: skip
                 slot = recall_part + SPEC_PARTS
             else:
@@ -509,8 +542,8 @@ def lean_sm90_kernel(
                 o, lse, _, _ = _attend_run(
                     long_streams if SPEC_N > BLOCK_N else streams, q_ptr, q_tile, warp_buffer, (output, first, end),
                     (window, seq_len, 0), count, tiles_done, o_partial_ptr, lse_partial_ptr, qk_scale, program,
-                    num_outputs, None, None, None, None, None, count > 0, None, HKV, HEADS_PER_KV, HEAD_DIM, SPEC, True,
-                    False,
+                    num_outputs, None, None, None, None, None, None, count > 0, None, HKV, HEADS_PER_KV, HEAD_DIM, 1,
+                    SPEC, True, False,
                 )  # fmt: skip
             tiles_done += count
             indices = _partial_indices(o)
@@ -556,16 +589,16 @@ def lean_sm90_kernel(
             block_lse = block_lse_ptr, num_blocks
         if LONG > 0 and is_long:
             o, lse, output, is_whole = _attend_run(
-                long_streams, *args, batch, None, block_lse, out_ptr, out_lse_ptr, tile == first_tile, was_delayed,
-                HKV, HEADS_PER_KV, HEAD_DIM, SPEC, False, PREFETCH_TILE,
+                long_streams, *args, batch, None, block_lse, row_lens_ptr, out_ptr, out_lse_ptr, tile == first_tile,
+                was_delayed, HKV, HEADS_PER_KV, HEAD_DIM, ROWS, SPEC, False, PREFETCH_TILE,
             )  # fmt: skip
         else:
             o, lse, output, is_whole = _attend_run(
-                streams, *args, batch, None, block_lse, out_ptr, out_lse_ptr, tile == first_tile, was_delayed, HKV,
-                HEADS_PER_KV, HEAD_DIM, SPEC, False, PREFETCH_TILE,
+                streams, *args, batch, None, block_lse, row_lens_ptr, out_ptr, out_lse_ptr, tile == first_tile,
+                was_delayed, HKV, HEADS_PER_KV, HEAD_DIM, ROWS, SPEC, False, PREFETCH_TILE,
             )  # fmt: skip
         if tile < run_end:
             store_output(
                 o, lse, output, is_whole, o_partial_ptr, lse_partial_ptr, program, out_ptr, out_lse_ptr,
-                *_partial_indices(o), HEADS_PER_KV, HEAD_DIM,
+                *_partial_indices(o), HKV, HEADS_PER_KV, HEAD_DIM, ROWS,
             )  # fmt: skip

@@ -47,6 +47,7 @@ __all__ = [
     "build_schedule",
     "request_ranges",
     "program_of_tile",
+    "query_row",
     "start_after",
     "count_tiles",
     "output_tiles",
@@ -90,6 +91,20 @@ def token_ranges(seq_len, chunk_size, SPEC: tl.constexpr):
         sink = seq_len * 0
         window = seq_len
     return sink, window
+
+
+@triton.jit
+def query_row(output, column, HKV: tl.constexpr, HEADS_PER_KV: tl.constexpr, ROWS: tl.constexpr):
+    """Row of q and of the result, [B ROWS HQ, D], of a column of an output.
+
+    The HEADS_PER_KV columns of an output are the query heads of its KV head, of one row of the request after another.
+    """
+    if ROWS == 1:
+        row = output * HEADS_PER_KV + column
+    else:
+        HEADS: tl.constexpr = HEADS_PER_KV // ROWS
+        row = ((output // HKV * ROWS + column // HEADS) * HKV + output % HKV) * HEADS + column % HEADS
+    return row
 
 
 @triton.jit

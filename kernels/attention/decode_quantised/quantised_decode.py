@@ -132,6 +132,8 @@ def quantised_decode_attention(
     gate: Tensor | None = None,
     *,
     prefetch_before_wait: bool = False,
+    rows: int = 1,
+    block_lse: Tensor | None = None,
     settings: QuantisedSettings | None = None,
 ) -> None:
     """Compute attention of one new token per request over its first `seq_lens` tokens in a quantised cache.
@@ -159,6 +161,9 @@ def quantised_decode_attention(
         speculation: where `A~` and its sums go; None: no speculation.
         phase, gate: as for `lean_decode_attention`.
         prefetch_before_wait: as for `lean_decode_attention`; the newest token is in the tail.
+        rows: rows of each request, without speculation: the cache has B / rows requests, whose rows are neighbours in
+            q and seq_lens. Rows are read as requests are; their programs run side by side, so the L2 serves most reads.
+        block_lse: [B, Hkv, NB, 4, Hq / Hkv] fp32, without speculation: written as `RecallBuffers.block_lse`.
         settings: replaces `quantised_settings(device)`.
     Raises:
         ValueError: shape, dtype or layout, naming the argument.
@@ -167,7 +172,7 @@ def quantised_decode_attention(
     """
     batch_size, num_qo_heads, head_dim = q.shape
     num_kv_heads = layer.num_kv_heads
-    _check(q, layer, seq_lens, speculation, phase)
+    _check(q, layer, seq_lens, speculation, phase, rows)
     check_outputs(q, num_kv_heads, workspace, out, lse)
     heads_per_kv = num_qo_heads // num_kv_heads
     settings = settings or quantised_settings(q.device)
@@ -190,6 +195,7 @@ def quantised_decode_attention(
         **({"launch_pdl": True} if pdl else {}),
     }
     chunk_blocks = spec.chunk_size // BLOCK if spec else 0
+    lists, weights = recall_pointers(spec, phase) if block_lse is None else (None, block_lse)
     compiled = jit_launch(quantised_decode_kernel, (num_programs,))(
         q,
         layer.words,
@@ -205,13 +211,15 @@ def quantised_decode_attention(
         workspace.o,
         workspace.lse,
         gate,
-        *recall_pointers(spec, phase),
+        lists,
+        weights,
         layer.num_blocks,
-        num_recall_blocks(spec),
+        num_recall_blocks(spec) if block_lse is None else block_lse.shape[2],
         sm_scale * math.log2(math.e),
         chunk_blocks,
         PER_SM=settings.per_sm if num_programs % settings.per_sm == 0 else 1,
         FORMAT=layer.format,
+        ROWS=rows,
         SAS=layer.softmax == "sas",
         READ_LENGTHS_EARLY=pdl and prefetch_before_wait,
         BULK=settings.sm90,
@@ -227,7 +235,9 @@ def quantised_decode_attention(
     )
 
 
-def _check(q: Tensor, layer: QuantisedLayer, seq_lens: Tensor, speculation: SpecOutput | None, phase: Phase) -> None:
+def _check(
+    q: Tensor, layer: QuantisedLayer, seq_lens: Tensor, speculation: SpecOutput | None, phase: Phase, rows: int
+) -> None:
     batch_size, num_qo_heads, head_dim = q.shape
     if head_dim not in HEAD_DIMS or head_dim != layer.head_dim:
         raise ValueError(
@@ -237,14 +247,16 @@ def _check(q: Tensor, layer: QuantisedLayer, seq_lens: Tensor, speculation: Spec
         raise ValueError(
             f"q: {num_qo_heads} heads, expected 1 to {MAX_HEADS_PER_KV} for each of {layer.num_kv_heads} KV heads"
         )
-    if batch_size != layer.batch_size or not q.is_contiguous():
-        raise ValueError(f"q: expected {layer.batch_size} contiguous requests, found {batch_size}")
+    if batch_size != layer.batch_size * rows or not q.is_contiguous():
+        raise ValueError(f"q: expected {layer.batch_size * rows} contiguous requests, found {batch_size}")
     for name, tensor in (("q", q), ("words", layer.words)):
         if tensor.data_ptr() % 16:
             excess = tensor.data_ptr() % 16
             raise ValueError(f"{name}: expected to begin at a multiple of 16 bytes, found {excess} bytes after one")
     if seq_lens.dtype != torch.int32 or seq_lens.shape != (batch_size,):
         raise ValueError(f"seq_lens: expected [{batch_size}] int32, found {list(seq_lens.shape)} {seq_lens.dtype}")
+    if speculation is not None and rows > 1:
+        raise ValueError(f"rows: expected 1 with speculation, found {rows}")
     if speculation is None and phase != "all":
         raise ValueError(f"phase: {phase!r} needs speculation")
     if speculation is not None and speculation.chunk_size % BLOCK:

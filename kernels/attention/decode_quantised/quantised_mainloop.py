@@ -103,6 +103,12 @@ def _with_listed(blocks, list_ptr, recall_part, is_recall, RECALL: tl.constexpr,
 
 
 @triton.jit
+def _cache_head(output, HKV: tl.constexpr, ROWS: tl.constexpr):
+    """Index of an output's KV head in the cache, [B / ROWS, HKV]: rows of a request share its cache."""
+    return output if ROWS == 1 else output // (HKV * ROWS) * HKV + output % HKV
+
+
+@triton.jit
 def program_in_schedule(PROGRAMS: tl.constexpr, PER_SM: tl.constexpr, SCHEDULES: tl.constexpr):
     """Return the first output of this program's schedule, and the program's number in that schedule.
 
@@ -221,6 +227,7 @@ def quantised_decode_kernel(
     HEADS_PER_KV: tl.constexpr,
     D: tl.constexpr,
     HKV: tl.constexpr,
+    ROWS: tl.constexpr,  # of each request: B counts all rows, and the cache has B / ROWS requests
     OUTPUTS: tl.constexpr,  # B HKV
     SCHEDULES: tl.constexpr,  # 1 for all outputs, or one for each
     OUTPUTS_PAD: tl.constexpr,  # of one schedule
@@ -243,9 +250,10 @@ def quantised_decode_kernel(
     first_output, program = program_in_schedule(PROGRAMS, PER_SM, SCHEDULES)
     outputs = tl.arange(0, OUTPUTS_PAD)
     output_mask = outputs < OUTPUTS // SCHEDULES
-    bits = tl.load(bits_ptr + first_output + outputs, mask=output_mask, other=4)
+    heads = _cache_head(first_output + outputs, HKV, ROWS)
+    bits = tl.load(bits_ptr + heads, mask=output_mask, other=4)
     # In units of 16 bytes: these fit 32 bits, so `pick` needs one reduction instruction.
-    offsets = (tl.load(offset_ptr + first_output + outputs, mask=output_mask, other=0) // 4).to(tl.int32)
+    offsets = (tl.load(offset_ptr + heads, mask=output_mask, other=0) // 4).to(tl.int32)
     buffers, parity, query_parity = init_buffers(WARPS, D, BULK), 0, 0
     PREFETCH_TILE: tl.constexpr = READ_LENGTHS_EARLY and not SPEC and gate_ptr is None
     if PDL and not READ_LENGTHS_EARLY:
@@ -309,8 +317,9 @@ def quantised_decode_kernel(
         if block_lse_ptr is not None:
             block_lse = block_lse_ptr + output.to(tl.int64) * num_recall_blocks * (4 * HEADS_PER_KV), not is_spec
         first, count = blocks[0], blocks[3]
-        tail = tail_ptr + output.to(tl.int64) * (2 * TOKENS * D // 4)
-        scales = scales_ptr + output.to(tl.int64) * num_blocks * 2
+        head = _cache_head(output, HKV, ROWS)
+        tail = tail_ptr + head.to(tl.int64) * (2 * TOKENS * D // 4)
+        scales = scales_ptr + head.to(tl.int64) * num_blocks * 2
         if PDL:
             # Prefetch into L2 now; the data arrives while q is loaded and converted.
             if has_tail:
@@ -332,7 +341,7 @@ def quantised_decode_kernel(
         cutoff = sas_cutoff(seq_len) if SAS else 0.0
         o, lse, parity, query_parity = _attend_item(
             buffers, parity, query_parity, q_ptr, output, qk_scale, records, width, scales, blocks, block_lse, tail,
-            tail_scale_ptr + output * 2, has_tail, seq_len - full * TOKENS, cutoff, FORMAT, HEADS_PER_KV, HEADS, WARPS,
+            tail_scale_ptr + head * 2, has_tail, seq_len - full * TOKENS, cutoff, FORMAT, HEADS_PER_KV, HEADS, WARPS,
             D, SAS, BULK, BULK_Q,
         )  # fmt: skip
 

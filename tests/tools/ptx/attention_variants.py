@@ -27,14 +27,21 @@ def lean(
     kv_heads: int = 8,
     spec_parts: int = 1,
     recall: int = 0,
+    rows: int = 1,
 ) -> Any:
     """The attention kernel as `lean_decode_attention` launches it; plain and without a gate as in a decode step."""
-    uses_tma = lean_uses_tma(capability, heads_per_kv, head_dim)
-    constants = _lean_constants(capability, heads_per_kv, head_dim, batch_size, spec, kv_heads, spec_parts, phase) | {
-        **recalling(recall, phase), "HEADS_PAD": max(8 if uses_tma else 16, triton.next_power_of_2(heads_per_kv)),
+    uses_tma, columns = lean_uses_tma(capability, heads_per_kv * rows, head_dim, rows), heads_per_kv * rows
+    constants = _lean_constants(
+        capability, heads_per_kv, head_dim, batch_size, spec, kv_heads, spec_parts, phase, rows
+    ) | {
+        **recalling(recall, phase), "HEADS_PAD": max(8 if uses_tma else 16, triton.next_power_of_2(columns)),
         "STAGES": _lean_settings(capability, head_dim, uses_tma)[2],
         "READ_LENGTHS_EARLY": capability >= 90 and phase == "all",
     }  # fmt: skip
+    if rows == 1:
+        constants["row_lens_ptr"] = None
+    else:
+        del constants["block_lse_ptr"]
     if phase != "all":
         constants |= dict.fromkeys(["epoch_ptr"])
     if not gate:
@@ -82,10 +89,10 @@ def choose_lists(capability: int, heads_per_kv: int, recall: int, num_blocks: in
     return variant(capability, kernel, recall_lists.num_warps(num_blocks), constants)
 
 
-def lean_uses_tma(capability: int, heads_per_kv: int, head_dim: int) -> bool:
+def lean_uses_tma(capability: int, columns: int, head_dim: int, rows: int = 1) -> bool:
     """Whether `lean` is the kernel of mainloop_sm90.py, in bf16."""
     with mock.patch.object(torch.cuda, "get_device_capability", return_value=divmod(capability, 10)):
-        return lean_decode._uses_tma(torch.device("cuda"), heads_per_kv, head_dim, torch.bfloat16)
+        return lean_decode._uses_tma(torch.device("cuda"), columns, head_dim, torch.bfloat16, rows)
 
 
 def descriptor(name: str, kind: Any, tile: list[int]) -> str:
@@ -95,17 +102,18 @@ def descriptor(name: str, kind: Any, tile: list[int]) -> str:
 
 def lean_combine(
     capability: int, heads_per_kv: int, head_dim: int, batch_size: int, spec: bool, kv_heads: int = 8,
-    spec_parts: int = 1, recall: int = 0, phase: str = "all",
+    spec_parts: int = 1, recall: int = 0, phase: str = "all", rows: int = 1,
 ) -> Any:  # fmt: skip
     """The kernel that combines the partials of `lean`."""
-    constants = _lean_constants(capability, heads_per_kv, head_dim, batch_size, spec, kv_heads, spec_parts, phase)
+    constants = _lean_constants(capability, heads_per_kv, head_dim, batch_size, spec, kv_heads, spec_parts, phase, rows)
     constants |= recall_constants(recall)
     width, slices, at_once = combine.combine_sizes(
-        batch_size, heads_per_kv * kv_heads, head_dim, 132 // (kv_heads * batch_size)
+        batch_size * rows, heads_per_kv * kv_heads, head_dim, 132 // (kv_heads * batch_size)
     )
     constants |= {"SLICE": width, "SLICES": slices, "ROUND": at_once, "gate_ptr": None}
-    constants["SLICES_PER_PROGRAM"] = combine.slices_per_program(batch_size, heads_per_kv * kv_heads, head_dim)
-    constants["WHOLE"] = batch_size > 1 and not spec and lean_uses_tma(capability, heads_per_kv, head_dim)
+    constants["SLICES_PER_PROGRAM"] = combine.slices_per_program(batch_size * rows, heads_per_kv * kv_heads, head_dim)
+    uses_tma = lean_uses_tma(capability, heads_per_kv * rows, head_dim, rows)
+    constants["WHOLE"] = batch_size > 1 and not spec and uses_tma
     if not spec:
         constants["sums_ptr"] = None
     return variant(
@@ -125,14 +133,17 @@ def _lean_settings(capability: int, head_dim: int, uses_tma: bool) -> tuple[int,
 
 def _lean_constants(
     capability: int, heads_per_kv: int, head_dim: int, batch_size: int, spec: bool, kv_heads: int, spec_parts: int,
-    phase: str,
+    phase: str, rows: int,
 ) -> dict[str, Any]:  # fmt: skip
-    uses_tma = lean_uses_tma(capability, heads_per_kv, head_dim)
+    columns = heads_per_kv * rows
+    uses_tma = lean_uses_tma(capability, columns, head_dim, rows)
     block_n, long_run, _, _ = _lean_settings(capability, head_dim, uses_tma)
-    if long_run and heads_per_kv > 16:
-        block_n, long_run = min(128, 2 * block_n), 0
+    heads_pad = triton.next_power_of_2(columns)
+    is_wide = rows == 1 or (uses_tma and heads_pad == 32)
+    block_n, long_run = lean_decode._tile_of(block_n, long_run, heads_pad, is_wide)
     return {
-        "HKV": kv_heads, "HEADS_PER_KV": heads_per_kv, "D": triton.next_power_of_2(head_dim), "HEAD_DIM": head_dim,
+        "HKV": kv_heads, "HEADS_PER_KV": columns, "D": triton.next_power_of_2(head_dim), "HEAD_DIM": head_dim,
+        "ROWS": rows,
         "PROGRAMS": 132, "B_PAD": lean_decode._pad_batch(batch_size), "BLOCK_N": block_n, "LONG": long_run,
         "SPEC": spec, "SPEC_PARTS": spec_parts, "PHASE": lean_decode.PHASES[phase], "PDL": capability >= 90,
     }  # fmt: skip
@@ -140,12 +151,12 @@ def _lean_constants(
 
 def flashq(
     capability: int, heads_per_kv: int, head_dim: int, batch_size: int, spec: bool, sas: bool = False,
-    spec_parts: int = 1, format: str = "flashq", recall: int = 0,
+    spec_parts: int = 1, format: str = "flashq", recall: int = 0, rows: int = 1,
 ) -> Variant:  # fmt: skip
     """The attention kernel as `quantised_decode_attention` launches it."""
     settings = quantised_decode.GPU_SETTINGS
-    constants = _flashq_constants(capability, heads_per_kv, head_dim, batch_size, spec, spec_parts) | {
-        "FORMAT": format, "PER_SM": settings.per_sm, "SAS": sas, "gate_ptr": None,
+    constants = _flashq_constants(capability, heads_per_kv, head_dim, batch_size * rows, spec, spec_parts) | {
+        "ROWS": rows, "FORMAT": format, "PER_SM": settings.per_sm, "SAS": sas, "gate_ptr": None,
         "READ_LENGTHS_EARLY": capability >= 90, "BULK": capability >= 90, **recalling(recall, is_lean=False),
     }  # fmt: skip
     if not spec:

@@ -386,6 +386,10 @@ def _hopper_variants() -> dict[str, Variant]:
     variants["reading alone"] = reading_alone()
     variants["lean, gated"] = lean(90, 4, 128, 1, False, True)
     variants["lean, 20 x 128, batch 8"] = lean(90, 20, 128, 8, False)
+    for rows, batch_size in ((2, 1), (5, 1), (16, 1), (4, 4)):
+        variants[f"lean, {rows} rows, batch {batch_size}"] = lean(90, 4, 128, batch_size, False, rows=rows)
+    variants["lean combine, 5 rows"] = lean_combine(90, 4, 128, 1, False, rows=5)
+    variants["flashq, 5 rows"] = flashq(90, 4, 128, 1, False, rows=5)
     for phase in ("all", "predictor", "rest"):
         variants[f"lean, batch 8, gated, spec, {phase}"] = lean(90, 4, 128, 8, True, True, phase)
     shapes = ((4, 128, 2), (4, 128, 5), (8, 128, 3), (4, 256, 5), (16, 128, 1), (16, 256, 1), (4, 80, 2))
