@@ -16,7 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from alspec.kernels.common.jit_launch import jit_launch, pdl_options, set_l1_carveout
 from alspec.kernels.kv_codec.quantised_layer import PER_HEAD, QuantisedLayer
 from alspec.kernels.linear.gemv_tile import rstd
-from alspec.kernels.linear.projections import load_tail_scale, store_qkv
+from alspec.kernels.linear.projections import load_tail_scale, rows_of_requests, store_qkv
 
 __all__ = ["norm_rope_append"]
 
@@ -44,6 +44,7 @@ def _norm_rope_append_kernel(
     D: tl.constexpr,
     HALF_PAD: tl.constexpr,
     RING: tl.constexpr,
+    ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One head of one request: of q, k or v. Grid [Hq + 2 Hkv, B]."""
@@ -68,10 +69,10 @@ def _norm_rope_append_kernel(
         scale = rstd(tl.sum(first * first + second * second, 0) / D, eps)
         first *= scale * norm_first
         second *= scale * norm_second
-    tail_scale = load_tail_scale(tail_scale_ptr, row, head, HQ, HKV, 1, mask)
+    tail_scale = load_tail_scale(tail_scale_ptr, row, head, HQ, HKV, 1, ROWS, mask)
     store_qkv(
         first, second, row, head, channels, rope_ptr, seq_lens_ptr, q_ptr, k_ptr, v_ptr, tail_ptr, tail_scale,
-        inbox_ptr, epoch_ptr, capacity, K, HQ, HKV, D, HALF, RING, mask,
+        inbox_ptr, epoch_ptr, capacity, K, HQ, HKV, D, HALF, RING, ROWS, mask,
     )  # fmt: skip
 
 
@@ -108,6 +109,6 @@ def norm_rope_append(
         raw, q_norm, k_norm, rope, seq_lens, q, k_cache, v_cache, None if layer is None else layer.tail,
         None if layer is None else layer.tail_scale, gate, inbox, None if inbox is None else epoch, capacity, eps,
         K=hidden_size, HQ=num_qo_heads, HKV=num_kv_heads, D=head_dim, HALF_PAD=triton.next_power_of_2(head_dim // 2),
-        RING=is_ring, num_warps=1, **pdl_options(q.device),
+        RING=is_ring, ROWS=rows_of_requests(batch_size, k_cache, layer), num_warps=1, **pdl_options(q.device),
     )  # fmt: skip
     set_l1_carveout(compiled)

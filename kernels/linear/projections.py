@@ -32,14 +32,14 @@ from alspec.kernels.linear.gemv_tile import (
 )
 from alspec.kernels.linear.mma_tile import load_rows, products, tile_of
 
-__all__ = ["gate_up_silu", "load_tail_scale", "qkv_rope_append", "store_qkv"]
+__all__ = ["gate_up_silu", "load_tail_scale", "qkv_rope_append", "rows_of_requests", "store_qkv"]
 
 
 @triton.jit
 def store_qkv(
     first, second, request, tile, channels, rope_ptr, seq_lens_ptr, q_ptr, k_ptr, v_ptr, tail_ptr, scale, inbox_ptr,
     epoch_ptr, capacity, K: tl.constexpr, HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr,
-    RING: tl.constexpr, mask=None,
+    RING: tl.constexpr, ROWS: tl.constexpr, mask=None,
 ):  # fmt: skip
     """Rotate a tile's products and store them: q, or k and v into the cache, the tail and the paired rank's inbox.
 
@@ -47,9 +47,11 @@ def store_qkv(
         first, second: products for channels c and c + D / 2, [N].
         channels: c in the tile's head, [N].
         request, scale: one for all, or [N].
+        ROWS: rows of each request of the cache; each of them counts as a request here.
         mask: [N], which requests exist.
     """
     HALF: tl.constexpr = D // 2
+    cached = request if ROWS == 1 else request // ROWS
     head = tile // (HALF // PAIRS)
     kv_head, is_v = tl.maximum(head - HQ, 0) % HKV, tl.maximum(head - HQ, 0) // HKV
     if head < HQ + HKV:
@@ -69,17 +71,18 @@ def store_qkv(
         low, high = first.to(k_ptr.dtype.element_ty), second.to(k_ptr.dtype.element_ty)
         if tail_ptr is not None:
             # Quantise the rounded token, as the other group does after the handover: both get the same bits.
-            row = (request * HKV + kv_head) * 2 + is_v
+            row = (cached * HKV + kv_head) * 2 + is_v
             tail_ptrs = tail_ptr + (row * TOKENS + position % TOKENS) * D + channels
             tl.store(tail_ptrs, to_int8(low.to(tl.float32), scale).to(tl.int8), mask=mask)
             tl.store(tail_ptrs + HALF, to_int8(high.to(tl.float32), scale).to(tl.int8), mask=mask)
             position = position * 0
+            cached = request  # of the unquantised tokens
         if inbox_ptr is not None:
             epoch = tl.load(epoch_ptr)  # not earlier: it would take a register that the weights need
             packet_ptrs = inbox_ptr + request * (K + 2 * HKV * D) + K + (is_v * HKV + kv_head) * D + channels
             store_packets(packet_ptrs, low.to(tl.float32), epoch, mask)
             store_packets(packet_ptrs + HALF, high.to(tl.float32), epoch, mask)
-        offsets = ((request * HKV + kv_head).to(tl.int64) * capacity + position) * D + channels
+        offsets = ((cached * HKV + kv_head).to(tl.int64) * capacity + position) * D + channels
         if is_v == 0:
             tl.store(k_ptr + offsets, low, mask=mask)
             tl.store(k_ptr + offsets + HALF, high, mask=mask)
@@ -106,12 +109,16 @@ def _add_bias(first, second, bias_ptr, rows, STRIDE: tl.constexpr):
 
 
 @triton.jit
-def load_tail_scale(tail_scale_ptr, request, tile, HQ: tl.constexpr, HKV: tl.constexpr, TILES: tl.constexpr, mask=None):
+def load_tail_scale(
+    tail_scale_ptr, request, tile, HQ: tl.constexpr, HKV: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr,
+    mask=None,
+):  # fmt: skip
     """Load the tail's scales for a tile's head. For a query head the value is loaded but unused."""
     scale = None
     if tail_scale_ptr is not None:
         head = tl.maximum(tile // TILES - HQ, 0)
-        scale = tl.load(tail_scale_ptr + (request * HKV + head % HKV) * 2 + head // HKV, mask=mask)
+        cached = request if ROWS == 1 else request // ROWS
+        scale = tl.load(tail_scale_ptr + (cached * HKV + head % HKV) * 2 + head // HKV, mask=mask)
     return scale
 
 
@@ -120,13 +127,13 @@ def _qkv_tile(
     w, tile, x_ptr, squares_ptr, bias_ptr, raw_ptr, rope_ptr, seq_lens_ptr, q_ptr, k_ptr, v_ptr, tail_ptr,
     tail_scale_ptr, inbox_ptr, epoch_ptr, capacity, eps, K: tl.constexpr, KP: tl.constexpr, S: tl.constexpr,
     SP: tl.constexpr, B: tl.constexpr, HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr,
-    RING: tl.constexpr,
+    RING: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Multiply one tile by one request after another."""
     channels = tile % (D // 2 // PAIRS) * PAIRS + tl.arange(0, PAIRS)
     for request in tl.static_range(B):
         # Load early, so that it arrives during the product.
-        scale = load_tail_scale(tail_scale_ptr, request, tile, HQ, HKV, D // 2 // PAIRS)
+        scale = load_tail_scale(tail_scale_ptr, request, tile, HQ, HKV, D // 2 // PAIRS, ROWS)
         x = load_inputs(x_ptr, request, K, KP)
         rstd = rstd_of(squares_ptr, request, eps, K, S, SP)
         first, second = dot_pairs(w, x, PAIRS)
@@ -137,7 +144,7 @@ def _qkv_tile(
         else:
             store_qkv(
                 first, second, request, tile, channels, rope_ptr, seq_lens_ptr, q_ptr, k_ptr, v_ptr, tail_ptr, scale,
-                inbox_ptr, epoch_ptr, capacity, K, HQ, HKV, D, PAIRS, RING,
+                inbox_ptr, epoch_ptr, capacity, K, HQ, HKV, D, PAIRS, RING, ROWS,
             )  # fmt: skip
 
 
@@ -170,6 +177,7 @@ def _qkv_rope_append_kernel(
     D: tl.constexpr,
     PAIRS: tl.constexpr,
     RING: tl.constexpr,
+    ROWS: tl.constexpr,
     LOOP: tl.constexpr,
     STEPS: tl.constexpr,
     WARPS: tl.constexpr,
@@ -213,11 +221,11 @@ def _qkv_rope_append_kernel(
                         request + i < B,
                     )  # fmt: skip
                 else:
-                    scale = load_tail_scale(tail_scale_ptr, request + i, tile, HQ, HKV, TILES, request + i < B)
+                    scale = load_tail_scale(tail_scale_ptr, request + i, tile, HQ, HKV, TILES, ROWS, request + i < B)
                     store_qkv(
                         first, second, request + i, tile, tile % TILES * PAIRS + row_of_lane, rope_ptr,
                         seq_lens_ptr, q_ptr, k_ptr, v_ptr, tail_ptr, scale, inbox_ptr, epoch_ptr, capacity, K, HQ, HKV,
-                        D, PAIRS, RING, request + i < B,
+                        D, PAIRS, RING, ROWS, request + i < B,
                     )  # fmt: skip
             tile = next_tile
             first_row = next_row
@@ -227,7 +235,7 @@ def _qkv_rope_append_kernel(
             rows = tile // TILES * D + tile % TILES * PAIRS + row
             next_rows = next_tile // TILES * D + next_tile % TILES * PAIRS + row
             channels = tile % TILES * PAIRS + tl.arange(0, PAIRS)
-            scale = load_tail_scale(tail_scale_ptr, 0, tile, HQ, HKV, TILES)
+            scale = load_tail_scale(tail_scale_ptr, 0, tile, HQ, HKV, TILES, ROWS)
             rstd = rstd_of(squares_ptr, 0, eps, K, S, SP)
             first, second, w = dot_slices(w, x_ptr, w_ptr, rows, next_rows, next_tile < NUM_TILES, K, KP, PAIRS)
             own_rows = tile // TILES * D + channels
@@ -237,7 +245,7 @@ def _qkv_rope_append_kernel(
             else:
                 store_qkv(
                     first, second, 0, tile, channels, rope_ptr, seq_lens_ptr, q_ptr, k_ptr, v_ptr, tail_ptr, scale,
-                    inbox_ptr, epoch_ptr, capacity, K, HQ, HKV, D, PAIRS, RING,
+                    inbox_ptr, epoch_ptr, capacity, K, HQ, HKV, D, PAIRS, RING, ROWS,
                 )  # fmt: skip
             tile = next_tile
     elif LOOP:
@@ -247,15 +255,33 @@ def _qkv_rope_append_kernel(
             w_next = load_weights(w_ptr, rows, (HQ + 2 * HKV) * D, K, KP, True)
             _qkv_tile(
                 w, tile, x_ptr, squares_ptr, bias_ptr, raw_ptr, rope_ptr, seq_lens_ptr, q_ptr, k_ptr, v_ptr, tail_ptr,
-                tail_scale_ptr, inbox_ptr, epoch_ptr, capacity, eps, K, KP, S, SP, B, HQ, HKV, D, PAIRS, RING,
+                tail_scale_ptr, inbox_ptr, epoch_ptr, capacity, eps, K, KP, S, SP, B, HQ, HKV, D, PAIRS, RING, ROWS,
             )  # fmt: skip
             tile = next_tile
             w = w_next
     else:
         _qkv_tile(
             w, tile, x_ptr, squares_ptr, bias_ptr, raw_ptr, rope_ptr, seq_lens_ptr, q_ptr, k_ptr, v_ptr, tail_ptr,
-            tail_scale_ptr, inbox_ptr, epoch_ptr, capacity, eps, K, KP, S, SP, B, HQ, HKV, D, PAIRS, RING,
+            tail_scale_ptr, inbox_ptr, epoch_ptr, capacity, eps, K, KP, S, SP, B, HQ, HKV, D, PAIRS, RING, ROWS,
         )  # fmt: skip
+
+
+def rows_of_requests(num_rows: int, k_cache: Tensor, layer: QuantisedLayer | None) -> int:
+    """Return the rows of each request, from the requests of the cache that they are appended to.
+
+    Raises:
+        ValueError: `layer` and k_cache do not fit each other or the rows.
+    """
+    batch_size, (num_kv_heads, capacity, head_dim) = k_cache.shape[0], k_cache.shape[1:]
+    if layer is not None:
+        batch_size = layer.tail.shape[0]
+        expected = (batch_size, num_kv_heads, 2, BLOCK * capacity, head_dim)
+        if k_cache.shape[0] != num_rows or num_rows % batch_size or layer.tail.shape != expected:
+            found = list(layer.tail.shape)
+            raise ValueError(f"layer: expected a tail for k_cache {list(k_cache.shape)}, found {found}")
+    if num_rows % batch_size:
+        raise ValueError(f"x_norm: expected a multiple of {batch_size} rows, found {num_rows}")
+    return num_rows // batch_size
 
 
 def qkv_rope_append(
@@ -294,7 +320,8 @@ def qkv_rope_append(
         q: [B, Hq, D], written.
         k_cache, v_cache: [B, Hkv, N, D]; one position of each request is written.
         gate: [1] int32; 0 skips everything.
-        layer: with the same B, Hkv and D, and N = 1; its tail is written.
+        layer: with the same Hkv and D, and N = 1; its tail is written. A cache (layer, or k_cache and v_cache without
+            it) of B / R requests takes R rows of each, which lie side by side.
         inbox: [B, K + 2 Hkv D] int64, the paired rank's; packets from K on become the new keys, then the new values.
         epoch: [1] int32, of the packets.
         is_ring: the caches are rings: position p lies at p mod N.
@@ -306,8 +333,7 @@ def qkv_rope_append(
     """
     batch_size, num_inputs = x_norm.shape
     num_kv_heads, capacity, head_dim = k_cache.shape[1:]
-    if layer is not None and layer.tail.shape != (batch_size, num_kv_heads, 2, BLOCK * capacity, head_dim):
-        raise ValueError(f"layer: expected a tail for k_cache {list(k_cache.shape)}, found {list(layer.tail.shape)}")
+    rows = rows_of_requests(batch_size, k_cache, layer)
     num_heads = weight.shape[0] // head_dim
     width = inputs_at_once(batch_size, num_inputs, weight.itemsize, gate is not None)
     pairs, steps, num_warps = tile_of(batch_size, num_inputs, weight.itemsize, head_dim // 2, 2, gate is not None)
@@ -341,6 +367,7 @@ def qkv_rope_append(
         D=head_dim,
         PAIRS=pairs,
         RING=is_ring,
+        ROWS=rows,
         LOOP=num_programs < num_tiles,
         STEPS=steps,
         WARPS=num_warps,

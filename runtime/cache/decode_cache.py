@@ -27,6 +27,7 @@ class DecodeCache:
         sm_scale: factor of the scores.
         dtype: of keys and values before quantisation.
         spare_sms: SMs that attention leaves to other work.
+        rows: rows of each request; then `seq_lens` has one for each row.
     Capture: all methods are graph-safe and allocate nothing.
     """
 
@@ -38,19 +39,20 @@ class DecodeCache:
         sm_scale: float,
         dtype: torch.dtype,
         spare_sms: int = 0,
+        rows: int = 1,
     ) -> None:
         self._cache, self.layers = cache, [cache.layer(layer) for layer in range(cache.num_layers)]
         self._seq_lens, device = seq_lens, seq_lens.device
         if any(isinstance(layer, QuantisedLayer) for layer in self.layers):
             # The unquantised newest token lies here, in a cache of one position.
-            shape = (cache.batch_size, cache.num_kv_heads, 1, cache.head_dim)
+            shape = (len(seq_lens), cache.num_kv_heads, 1, cache.head_dim)
             self._k, self._v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
             self._one = torch.ones_like(seq_lens)
         rings = [layer.k.shape[2] for layer in self.layers if isinstance(layer, KVLayer) and layer.is_ring]
         self._window = rings[0] if rings else 0  # tokens of every ring
         self._window_lens = torch.ones_like(seq_lens) if rings else seq_lens
         self.sm_scale = sm_scale
-        self._workspaces = attend_workspaces(self.layers, num_qo_heads, device, spare_sms)
+        self._workspaces = attend_workspaces(self.layers, num_qo_heads, device, spare_sms, rows)
 
     def workspace(self, layer: int) -> LeanWorkspace:
         """Return the scratch memory of attention over a layer; layers of one kind share it."""

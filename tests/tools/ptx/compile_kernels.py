@@ -90,7 +90,7 @@ def decode_step(capability: int, tp_size: int, batch_size: int, gate: bool = Fal
         pairs, how = tile(head_dim // 2, hidden, 2)
         shape = {"HQ": num_heads, "HKV": num_kv_heads, "D": head_dim, "PAIRS": pairs}
         num_tiles = (num_heads + 2 * num_kv_heads) * head_dim // (2 * pairs)
-        constants = stream | {"raw_ptr": None, "RING": False} | inbox | shape | how | loops(num_tiles, per_sm) | more
+        constants = stream | {"raw_ptr": None, "RING": False, "ROWS": 1} | inbox | shape | how | loops(num_tiles, per_sm) | more
         return project(projections._qkv_rope_append_kernel, constants, tail_ptr="*i8")
 
     def reduced(**more: Any) -> Any:
@@ -151,7 +151,7 @@ def family_options(capability: int, tp_size: int, batch_size: int, gate: bool) -
         types = {"out_ptr": "*bf16"} if name == "gate_up" else {}
         return variant(capability, plain.kernel, constants["WARPS"], constants, tail_ptr="*i8", **types)
 
-    normed = {"K": 4096, "HQ": heads, "HKV": kv_heads, "D": 128, "HALF_PAD": 64, "RING": False, "PDL": capability >= 90}
+    normed = {"K": 4096, "HQ": heads, "HKV": kv_heads, "D": 128, "HALF_PAD": 64, "RING": False, "ROWS": 1, "PDL": capability >= 90}
     if not gate:
         normed |= {"gate_ptr": None, "inbox_ptr": None}
     no_tail = dict.fromkeys(["tail_ptr", "tail_scale_ptr"])
@@ -177,7 +177,7 @@ def long_rows(capability: int) -> dict[str, Any]:
     rows, steps, warps = mma_tile.tile_of(1, hidden, 2, mlp, 2, True)
     constants |= {"STEPS": steps, "WARPS": warps, "bias_ptr": None}
     qkv = {"HQ": heads, "HKV": kv_heads, "D": 128, "PAIRS": pairs}
-    qkv |= dict.fromkeys(["tail_ptr", "tail_scale_ptr", "raw_ptr"]) | {"RING": False}
+    qkv |= dict.fromkeys(["tail_ptr", "tail_scale_ptr", "raw_ptr"]) | {"RING": False, "ROWS": 1}
     return {
         "qkv, long rows": variant(capability, projections._qkv_rope_append_kernel, warps, constants | qkv),
         "gate_up, long rows": variant(
