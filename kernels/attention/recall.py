@@ -96,6 +96,7 @@ def _choose_recall_lists_kernel(
     lists_ptr,  # [L, B, HKV, RECALL] int32
     peer_lists_ptr,  # the same, of another rank; or None
     senders_ptr,  # [L] int32: layers that this rank has the weights of; or None: all
+    chosen_rows_ptr,  # [B] int32: of ROWS rows of each request, the one that counts; or None: there is one
     num_blocks,
     chunk_size,
     HKV: tl.constexpr,
@@ -104,6 +105,8 @@ def _choose_recall_lists_kernel(
     RECALL: tl.constexpr,
     RECALL_PAD: tl.constexpr,
     BLOCKS_PAD: tl.constexpr,
+    ROWS: tl.constexpr,
+    APART: tl.constexpr,  # block_lse is [L, B, ROWS, HKV, NB, 4, HEADS], not [L, B, HKV, NB, 4, ROWS, HEADS]
 ):
     """Choose one list. Grid [HKV, B, L]."""
     head, request, layer = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -114,12 +117,21 @@ def _choose_recall_lists_kernel(
     sink, window = token_ranges(tl.load(seq_lens_ptr + request), chunk_size, True)
     blocks, heads = tl.arange(0, BLOCKS_PAD), tl.arange(0, HEADS_PAD)
     is_between = (blocks * KV_BLOCK >= sink) & (blocks * KV_BLOCK + KV_BLOCK <= window)
-    lse = tl.load(lse_ptr + row * HEADS + heads, mask=heads < HEADS, other=float("inf"))
+    lse_row, first_column = row, 0
+    STRIDE: tl.constexpr = HEADS if APART else ROWS * HEADS
+    if chosen_rows_ptr is not None:
+        chosen_row = tl.load(chosen_rows_ptr + request)
+        lse_row = ((layer * tl.num_programs(1) + request) * ROWS + chosen_row) * HKV + head
+        first_column = chosen_row * HEADS
+    lse = tl.load(lse_ptr + lse_row * HEADS + heads, mask=heads < HEADS, other=float("inf"))
     weights = tl.zeros([BLOCKS_PAD, HEADS_PAD], tl.float32)
-    first = block_lse_ptr + row.to(tl.int64) * num_blocks * (4 * HEADS)
+    if APART:
+        first = block_lse_ptr + lse_row.to(tl.int64) * num_blocks * (4 * STRIDE)
+    else:
+        first = block_lse_ptr + row.to(tl.int64) * num_blocks * (4 * STRIDE) + first_column
     mask = is_between[:, None] & (heads < HEADS)[None, :]
     for part in tl.static_range(4):
-        offsets = (blocks * 4 + part)[:, None] * HEADS + heads[None, :]
+        offsets = (blocks * 4 + part)[:, None] * STRIDE + heads[None, :]
         block_lse = tl.load(first + offsets, mask=mask, other=float("-inf"))
         weights += tl.exp2(block_lse - lse[None, :])
     mass = tl.max(tl.where(mask, weights, 0.0), 1)
@@ -173,16 +185,26 @@ def launch_choice(
     seq_lens: Tensor,
     chunk_size: int,
     lists: Tensor,
-    peer_lists: Tensor | None,
-    senders: Tensor | None,
+    peer_lists: Tensor | None = None,
+    senders: Tensor | None = None,
+    chosen_rows: Tensor | None = None,
+    rows: int = 1,
+    is_apart: bool = False,
 ) -> None:
-    """Launch the kernel of `choose_recall_lists`, with the tensors of the chosen layers."""
+    """Launch the kernel of `choose_recall_lists`, with the tensors of the chosen layers.
+
+    Args:
+        chosen_rows: [B] int32, the row of each request whose attention chooses; None: there is one row.
+        rows: rows of each request.  lse: [L, B rows, Hq].
+        is_apart: block_lse is [L, B rows, Hkv, NB, 4, Hq / Hkv]; otherwise [L, B, Hkv, NB, 4, rows Hq / Hkv].
+    """
     num_layers, batch_size, num_kv_heads, count = lists.shape
-    num_blocks, heads = block_lse.shape[3], block_lse.shape[5]
+    num_blocks, heads = block_lse.shape[3], lse.shape[2] // num_kv_heads
     recall_pad = max(2, triton.next_power_of_2(count))  # `tl.topk` takes two or more
     pad = max(triton.next_power_of_2(num_blocks), recall_pad)
     jit_launch(_choose_recall_lists_kernel, (num_kv_heads, batch_size, num_layers))(
-        block_lse, lse, seq_lens, lists, peer_lists, senders, num_blocks, chunk_size, HKV=num_kv_heads, HEADS=heads,
+        block_lse, lse, seq_lens, lists, peer_lists, senders, chosen_rows, num_blocks, chunk_size, HKV=num_kv_heads,
+        HEADS=heads, ROWS=rows, APART=is_apart,
         HEADS_PAD=triton.next_power_of_2(heads), RECALL=count, RECALL_PAD=recall_pad, BLOCKS_PAD=pad,
         num_warps=num_warps(pad),
     )  # fmt: skip

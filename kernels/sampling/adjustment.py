@@ -29,7 +29,7 @@ from alspec.config import ChoiceConfig
 from alspec.kernels.common.jit_launch import jit_launch, pdl_options, set_l1_carveout
 from alspec.kernels.sampling.next_token import BLOCK, num_candidates
 
-__all__ = ["Adjustment", "adjust_logits", "adjusted_ref", "count_newest", "tokens_seen"]
+__all__ = ["Adjustment", "RoundRows", "adjust_logits", "adjusted_ref", "count_newest", "tokens_seen"]
 
 # `seen`, [B, V] int32, holds for each token: 1 if it is in the prompt, plus 2 for each time that it is in the answer.
 IN_PROMPT = 1
@@ -94,9 +94,12 @@ class Adjustment:
 
     @classmethod
     def allocate(
-        cls, kinds: tuple[bool, bool], batch_size: int, vocab_size: int, device: torch.device
+        cls, kinds: tuple[bool, bool], batch_size: int, vocab_size: int, device: torch.device, rows: int = 1
     ) -> Adjustment | None:
-        """Allocate for some kinds; None without any. Call `set` and `begin` before the first use."""
+        """Allocate for some kinds; None without any. Call `set` and `begin` before the first use.
+
+        rows: rows of each request that are adjusted together.
+        """
         if not any(kinds):
             return None
         has_bias, has_penalties = kinds
@@ -105,7 +108,7 @@ class Adjustment:
             penalties=torch.ones(4, dtype=torch.float64, device=device),
             bias=torch.zeros(vocab_size, dtype=torch.float64, device=device) if has_bias else None,
             seen=torch.zeros(shape, dtype=torch.int32, device=device) if has_penalties else None,
-            adjusted=torch.zeros(shape, device=device),
+            adjusted=torch.zeros(batch_size * rows, vocab_size, device=device),
         )
 
     def set(self, choice: ChoiceConfig) -> None:
@@ -132,11 +135,15 @@ def _adjust_logits_kernel(
     adjusted_ptr,  # [B, V] fp32
     best_ptr,  # [B, C] fp32
     best_token_ptr,  # [B, C] int32
+    row_lens_ptr,  # [B, WIDTH] int32 and token_ids [B, WIDTH], of a round; or None
     vocab_size,
+    FIRST_ROW: tl.constexpr,  # of a round: the logits are those of ROWS rows of each request from this one on
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Adjust BLOCK logits of one request; count its newest token. Grid [C, B]."""
+    """Adjust BLOCK logits of one row; count its request's newest token, if there is no round. Grid [C, B ROWS]."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -148,10 +155,21 @@ def _adjust_logits_kernel(
     if bias_ptr is not None:
         z += tl.load(bias_ptr + tokens, mask=inside, other=0.0)
     if seen_ptr is not None:
-        seen = tl.load(seen_ptr + offsets, mask=inside, other=0)
-        newest = tl.load(token_ids_ptr + request)
-        seen = tl.where(tokens == newest, seen + IN_ANSWER, seen)
-        tl.store(seen_ptr + offsets, seen, mask=inside & (tokens == newest))
+        if row_lens_ptr is None:
+            seen = tl.load(seen_ptr + offsets, mask=inside, other=0)
+            newest = tl.load(token_ids_ptr + request)
+            seen = tl.where(tokens == newest, seen + IN_ANSWER, seen)
+            tl.store(seen_ptr + offsets, seen, mask=inside & (tokens == newest))
+        else:
+            row, text = FIRST_ROW + request % ROWS, request // ROWS
+            seen = tl.load(seen_ptr + text.to(tl.int64) * vocab_size + tokens, mask=inside, other=0)
+            before = tl.zeros_like(row)
+            for i in tl.static_range(WIDTH):
+                # A row that repeats the one before it has no token of its own.
+                length = tl.load(row_lens_ptr + text * WIDTH + i)
+                is_new = (tokens == tl.load(token_ids_ptr + text * WIDTH + i)) & (length > before) & (i <= row)
+                seen = tl.where(is_new, seen + IN_ANSWER, seen)
+                before = length
         repetition, inverse = tl.load(penalties_ptr), tl.load(penalties_ptr + 1)
         frequency, presence = tl.load(penalties_ptr + 2), tl.load(penalties_ptr + 3)
         times = (seen // IN_ANSWER).to(tl.float64)
@@ -167,22 +185,44 @@ def _adjust_logits_kernel(
     tl.store(best_token_ptr + best_offset, tl.min(tl.where(adjusted == best, tokens, 0x7FFFFFFF), 0))
 
 
+@dataclass(frozen=True)
+class RoundRows:
+    """Which rows of a round logits belong to: `rows` of each request from `first` on."""
+
+    token_ids: Tensor  # [B, R] int64: the newest token, then drafts
+    row_lens: Tensor  # [B, R] int32: tokens up to each row; a row with the number of the one before it repeats it
+    first: int
+    rows: int
+
+
 def adjust_logits(
-    adjustment: Adjustment, logits: Tensor, token_ids: Tensor, best: Tensor, best_token: Tensor
+    adjustment: Adjustment,
+    logits: Tensor,
+    token_ids: Tensor,
+    best: Tensor,
+    best_token: Tensor,
+    rows: RoundRows | None = None,
 ) -> Tensor:
     """Count the newest tokens, then apply biases and penalties. Oracle: `adjusted_ref`.
 
     Args:
         logits: [B, V] fp32.  token_ids: [B] int64, each request's newest token, part of its answer.
         best: [B, C] fp32, best_token: [B, C] int32, of the logits; written again for the adjusted ones.
+        rows: logits and `adjusted` have these rows of each request. The round's tokens up to a row count in its
+            penalties, in place of `token_ids`, and `seen` does not change.
     Returns:
         [B, V] fp32: `adjustment.adjusted`.
     Capture: graph-safe; allocates nothing.
     """
     batch_size, vocab_size = logits.shape
+    row_lens, first, width, count = None, 0, 1, 1
+    if rows is not None:
+        token_ids, row_lens, first, count = rows.token_ids, rows.row_lens, rows.first, rows.rows
+        width = token_ids.shape[1]
     compiled = jit_launch(_adjust_logits_kernel, (num_candidates(vocab_size), batch_size))(
         logits, adjustment.penalties, adjustment.bias, adjustment.seen, token_ids, adjustment.adjusted, best,
-        best_token, vocab_size, BLOCK=BLOCK, num_warps=8, enable_fp_fusion=False,  # no FMA: rounded as in PyTorch
+        best_token, row_lens, vocab_size, FIRST_ROW=first, ROWS=count, WIDTH=width, BLOCK=BLOCK, num_warps=8,
+        enable_fp_fusion=False,  # no FMA: rounded as in PyTorch
         **pdl_options(logits.device),
     )  # fmt: skip
     set_l1_carveout(compiled)

@@ -16,7 +16,7 @@ from alspec.kernels.common.device import INTERPRETED
 from alspec.kernels.common.jit_launch import jit_launch, pdl_options, set_l1_carveout
 from alspec.kernels.common.pdl import wait_for_previous_kernel
 
-__all__ = ["BLOCK", "RING_HEADER", "RING_STEPS", "collect_logits", "finish_step", "num_candidates"]
+__all__ = ["BLOCK", "RING_HEADER", "RING_STEPS", "collect_logits", "finish_step", "num_candidates", "store_stamp"]
 
 BLOCK = 1024  # logits of one program
 RING_STEPS = 16  # steps that the host may lag behind
@@ -114,6 +114,21 @@ def collect_logits(
 
 
 @triton.jit
+def store_stamp(row_ptr, stamp_ptr, stamp):
+    """Write the device's clock into a complete row of the ring, then its stamp."""
+    if INTERPRETED:
+        tl.store(stamp_ptr, stamp)
+    else:
+        tl.store(row_ptr, globaltimer())
+        # All threads must have stored before the stamp: a host that reads the stamp then reads their data.
+        tl.debug_barrier()
+        tl.inline_asm_elementwise(
+            "fence.acq_rel.sys; st.relaxed.sys.global.u32 [$1], $2; mov.u32 $0, $2;",
+            "=r,l,r", [stamp_ptr.to(tl.int64), stamp], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
 def _finish_step_kernel(
     best_ptr,  # [B, C] fp32
     best_token_ptr,  # [B, C] int32
@@ -179,16 +194,7 @@ def _finish_step_kernel(
         tl.store(hits_ring_ptr + ring_row * num_hits + hit, hits, mask=hit < num_hits)
     tl.store(row + 1, tl.load(fault_ptr).to(tl.int64))
     tl.store(epoch_ptr, epoch + 1)
-    if INTERPRETED:
-        tl.store(stamps_ptr + ring_row, epoch)
-    else:
-        tl.store(row, globaltimer())
-        # All threads must have stored before the stamp: a host that reads the stamp then reads their data.
-        tl.debug_barrier()
-        tl.inline_asm_elementwise(
-            "fence.acq_rel.sys; st.relaxed.sys.global.u32 [$1], $2; mov.u32 $0, $2;",
-            "=r,l,r", [(stamps_ptr + ring_row).to(tl.int64), epoch], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+    store_stamp(row, stamps_ptr + ring_row, epoch)
 
 
 def finish_step(

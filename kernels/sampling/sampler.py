@@ -264,6 +264,7 @@ def _store_state(state_ptr, digits, count, weight, target):
 def _cut_target(
     request, max_logit, temperature, min_p, seq_lens_ptr, shares_ptr, numbers_ptr, counts_ptr, weights_ptr, state_ptr,
     TABLE: tl.constexpr, CUT: tl.constexpr, CUT_BEFORE: tl.constexpr, TABLES: tl.constexpr, SCALE: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
     """Return the target of a cut: a number of tokens, or a share of the weight that the previous cut keeps.
 
@@ -287,7 +288,8 @@ def _cut_target(
         else:
             position = tl.load(seq_lens_ptr + request)
             zero = position * 0
-            word, _, _, _ = tl.philox(tl.load(numbers_ptr + 1), position, request + zero, zero, zero)
+            drawing = request if ROWS == 1 else request // ROWS
+            word, _, _, _ = tl.philox(tl.load(numbers_ptr + 1), position, drawing + zero, zero, zero)
             uniform = word.to(tl.uint32, bitcast=True).to(tl.float64) / 4294967296.0
             target = (uniform * kept_weight.to(tl.float64)).to(tl.int64) + 1
     return target
@@ -307,6 +309,7 @@ def _next_digit_kernel(
     TABLE: tl.constexpr,  # the table that this launch fills: of the cut's second digit if odd, of its third if even
     CUT: tl.constexpr,
     CUT_BEFORE: tl.constexpr,  # the previous cut, or None
+    ROWS: tl.constexpr,  # of each request; they share its random numbers
     MIN_P: tl.constexpr,
     TABLES: tl.constexpr,
     SCALE: tl.constexpr,
@@ -329,7 +332,7 @@ def _next_digit_kernel(
     if IS_SECOND_DIGIT:
         target = _cut_target(
             request, max_logit, temperature, min_p, seq_lens_ptr, shares_ptr, numbers_ptr, counts_ptr, weights_ptr,
-            state_ptr, TABLE, CUT, CUT_BEFORE, TABLES, SCALE,
+            state_ptr, TABLE, CUT, CUT_BEFORE, TABLES, SCALE, ROWS,
         )  # fmt: skip
         prev = _table(request, 0, TABLES)
         digits, count, weight = _find_digit(counts_ptr + prev, weights_ptr + prev, target, 0, 0, BY_COUNT, FIRST_DIGITS)
@@ -396,7 +399,7 @@ def _token_kernel(
         tl.store(tokens_ptr + request + tl.zeros_like(token), token.to(tl.int64), mask=is_drawn & (nth == index))
 
 
-def sample_tokens(sampler: Sampler, logits: Tensor, best: Tensor, seq_lens: Tensor) -> Tensor:
+def sample_tokens(sampler: Sampler, logits: Tensor, best: Tensor, seq_lens: Tensor, rows: int = 1) -> Tensor:
     """Choose one token for each request, at position `seq_lens`. Oracle: `eager_sampling.sample`.
 
     A token that is less likely than the most likely one by a factor of V / 2^63 has weight 0. Sums are exact here and
@@ -407,6 +410,7 @@ def sample_tokens(sampler: Sampler, logits: Tensor, best: Tensor, seq_lens: Tens
         logits: [B, V] fp32, V up to 2^24.
         best: [B, C] fp32, the largest logit of each block, from `collect_logits`.
         seq_lens: [B] int32, with the new token.
+        rows: rows of each request, side by side; each counts as a request here, but draws as its request does.
     Returns:
         [B] int64: `sampler.tokens`.
     Capture: graph-safe; allocates nothing.
@@ -435,7 +439,7 @@ def sample_tokens(sampler: Sampler, logits: Tensor, best: Tensor, seq_lens: Tens
         for table in (1 + 2 * i, 2 + 2 * i):
             compiled = jit_launch(_next_digit_kernel, grid)(
                 logits, best, seq_lens, sampler.shares, sampler.numbers, sampler.counts, sampler.weights, sampler.state,
-                vocab_size, TABLE=table, CUT=cut, CUT_BEFORE=before, **options,
+                vocab_size, TABLE=table, CUT=cut, CUT_BEFORE=before, ROWS=rows, **options,
             )  # fmt: skip
             set_l1_carveout(compiled)
     set_l1_carveout(

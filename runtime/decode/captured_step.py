@@ -13,25 +13,21 @@ import torch
 from torch import Tensor
 
 from alspec.config import SamplingConfig
-from alspec.errors import RankFailureError
 from alspec.interrupts import interrupts_wait
 from alspec.kernels.attention.dispatch import DecodeAttention
 from alspec.kernels.common.jit_launch import compiling
 from alspec.kernels.sampling.next_token import RING_HEADER, RING_STEPS, finish_step
 from alspec.runtime.decode.captured_choice import CapturedChoice, ChoiceKinds
 from alspec.runtime.decode.decode_step import StepRecord
-from alspec.runtime.decode.decoder import STEP_TIMEOUT_NS, Decoder, SpeculationState
+from alspec.runtime.decode.decoder import Decoder, SpeculationState
 from alspec.runtime.decode.hooks import OperationHook, no_hook
+from alspec.runtime.decode.step_ring import StepRing, pinned
 
 __all__ = ["CapturedStep"]
 
 # Steps in flight: one step runs while the host reads the previous one. Every rank must launch the same number of steps,
 # so the number depends on the tokens alone.
 DEPTH = 2
-POLL_S = 20e-6
-CHECK_S = 0.5  # time between two checks that the device still works
-# A step counts as hung after this time. Kernels time out earlier, but collectives have no timeout on the device.
-STEP_S = STEP_TIMEOUT_NS / 1e9 + 60
 
 
 class CapturedStep:
@@ -58,18 +54,17 @@ class CapturedStep:
         self._batch_size, self._device = decoder.buffers.token_ids.shape[0], decoder.buffers.token_ids.device
         self._choice = self._new_choice(SamplingConfig())
         self._is_cuda = self._device.type == "cuda"
-        self._ring = self._pinned(RING_STEPS, RING_HEADER + self._batch_size, dtype=torch.int64)
-        self._stamps = self._pinned(RING_STEPS)
-        # NumPy views, because the device writes this memory without PyTorch's knowledge.
-        self._ring_view, self._stamps_view = self._ring.numpy(), self._stamps.numpy()
-        self._hits_ring = None if speculation is None else self._pinned(RING_STEPS, *speculation.hits.shape)
+        self._ring = StepRing(RING_HEADER + self._batch_size, self._device)
+        self._hits_ring = None
+        if speculation is not None:
+            self._hits_ring = pinned(RING_STEPS, *speculation.hits.shape, device=self._device)
         self.prompt_queries: Tensor | None = None
         self._prompt_attention: DecodeAttention | None = None
         if speculation is not None and speculation.recall is not None:
             shape = len(decoder.cache.layers), *decoder.buffers.q.shape
             self.prompt_queries = torch.zeros(shape, dtype=decoder.buffers.q.dtype, device=self._device)
         self._live = [True] * self._batch_size  # the flags that the devices of a pair have
-        self._live_flags = self._pinned(self._batch_size).fill_(1)  # source of the copy to the device
+        self._live_flags = pinned(self._batch_size, device=self._device).fill_(1)  # source of the copy to the device
         self._begun = self._launched = self._taken = int(decoder.exchange.epoch) - 1
         self._begun_s, self._last_clock_ns = 0.0, 0
 
@@ -84,9 +79,6 @@ class CapturedStep:
             )  # fmt: skip
         self._prompt_attention.recall_prompts(prompt_queries, decoder.buffers.seq_lens - 1)
         decoder.publish_lists()
-
-    def _pinned(self, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-        return torch.zeros(shape, dtype=dtype, pin_memory=self._is_cuda)
 
     def speculate(self, threshold: float, forced: Tensor | None = None) -> None:
         """Change threshold and forced verdicts; the next `prepare` captures again. See `DecodeStep.speculate`."""
@@ -189,8 +181,8 @@ class CapturedStep:
                 raise
         self._taken += 1
         index = self._taken % RING_STEPS
-        self._wait_for_stamp(index)
-        clock_ns, fault, *token_ids = self._ring_view[index].tolist()
+        name = f"rank {self._decoder.exchange.rank}: step {self._taken - self._begun}"
+        clock_ns, fault, *token_ids = self._ring.read(self._taken, name)
         hits = None if self._hits_ring is None else self._hits_ring[index].bool()
         logprobs = self._choice.read_logprobs(index)
         # The first step has no predecessor on the device's clock: it is timed by the host.
@@ -206,21 +198,6 @@ class CapturedStep:
             self._live_flags.copy_(torch.tensor(live))
             self._speculation.live.copy_(self._live_flags, non_blocking=True)
             self._live = list(live)
-
-    def _wait_for_stamp(self, index: int) -> None:
-        begun = time.monotonic()
-        next_check = begun + CHECK_S
-        stamp = (self._taken + 2**31) % 2**32 - 2**31  # the device's int32 counter
-        while self._stamps_view[index] != stamp:
-            now = time.monotonic()
-            if now > next_check:
-                # A device that failed writes no stamp: this call raises its error.
-                torch.cuda.current_stream(self._device).query()
-                next_check = now + CHECK_S
-            if now > begun + STEP_S:
-                where = f"rank {self._decoder.exchange.rank}: step {self._taken - self._begun}"
-                raise RankFailureError(f"{where} has not ended in {STEP_S:g} s; check the GPUs (nvidia-smi) and links")
-            time.sleep(POLL_S)
 
     def release(self) -> None:
         """Wait for the device, then destroy the graph. See `DecodeStep.release`."""
@@ -242,6 +219,6 @@ class CapturedStep:
             sampled = self._choice.launch(buffers)
             finish_step(
                 buffers.best, buffers.best_token, sampled, buffers.token_ids, buffers.seq_lens, self._capacity,
-                decoder.logit_exchange, self._ring, self._stamps, None if speculation is None else speculation.hits,
-                self._hits_ring, self._choice.logprobs_of(buffers),
+                decoder.logit_exchange, self._ring.rows, self._ring.stamps,
+                None if speculation is None else speculation.hits, self._hits_ring, self._choice.logprobs_of(buffers),
             )  # fmt: skip

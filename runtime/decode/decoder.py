@@ -147,6 +147,11 @@ class Decoder:
     spare_sms: ClassVar[int] = 0  # SMs that attention leaves free
 
     @property
+    def rows(self) -> int:
+        """Rows of each request: tokens that a step adds to its text."""
+        return 1
+
+    @property
     def stream_priority(self) -> int:
         """Priority of the stream that a step is captured on; lower is more urgent."""
         return 0
@@ -154,8 +159,9 @@ class Decoder:
     def __post_init__(self) -> None:
         buffers, layers = self.buffers, self.weights.layers
         self.cache = DecodeCache(
-            self.kv_cache, buffers.seq_lens, buffers.q.shape[1], self.config.sm_scale, buffers.q.dtype, self.spare_sms
-        )
+            self.kv_cache, buffers.seq_lens, buffers.q.shape[1], self.config.sm_scale, buffers.q.dtype, self.spare_sms,
+            self.rows,
+        )  # fmt: skip
         # The norm after each all-reduce: after attention this layer's second, after the MLP the next layer's first.
         self._gammas = [(layer.post_norm, following.input_norm) for layer, following in pairwise(layers)]
         self._gammas.append((layers[-1].post_norm, self.weights.final_norm))
@@ -268,6 +274,9 @@ class Decoder:
     def logits(self) -> None:
         """Compact full tails. Then compute the logits of all vocabulary shards, and the most likely tokens."""
         self.cache.compact()
+        self._project_logits()
+
+    def _project_logits(self) -> None:
         buffers, exchange, reduce_index = self.buffers, self.logit_exchange, 2 * self.config.num_layers
         lm_head(
             buffers.x_norm, buffers.square_sums, self.weights.lm_head, exchange, self.config.rms_norm_eps, reduce_index

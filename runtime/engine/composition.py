@@ -95,10 +95,8 @@ def choose(config: EngineConfig, model: LlamaConfig, has_trace: bool) -> Choices
             f"speculation: a pair, because heads do not divide over {placement.world_size} ranks; A~ within lambda "
             f"{config.speculation.threshold:g} is accepted (threshold 0 accepts none)"
         )
-    has_fused_step = device.type == "cuda" and mode in ("off", "paired") and config.draft == "off"
-    if device.type == "cuda" and config.draft != "off":
-        notices.append("draft: operations of rounds are launched one by one; captured steps serve --draft off")
-    elif device.type == "cuda" and not has_fused_step:
+    has_fused_step = device.type == "cuda" and mode in ("off", "paired")
+    if device.type == "cuda" and not has_fused_step:
         notices.append(f"{mode}: operations are launched one by one; captured steps serve off and paired")
     candidates = peer_memory_candidates(config, mode, placement.world_size, has_fused_step)
     uses_graph = choose_graph(config, mode, device, has_fused_step, has_trace)
@@ -109,18 +107,15 @@ def choose(config: EngineConfig, model: LlamaConfig, has_trace: bool) -> Choices
 
 
 def _check_rounds(config: EngineConfig, mode: str) -> None:
-    """Refuse what does not go together with drafts.
+    """Refuse drafts together with attention-level speculation.
 
     Raises:
-        UserError: attention-level speculation, a captured step, or the packets of its kernels.
+        UserError: another mode than off.
     """
     if mode != "off":
         raise UserError(
             f"draft: {config.draft} needs --speculation off, found {mode}; drafts keep the text, an accepted A~ may not"
         )
-    for name, value in (("cuda_graph", "on"), ("transport", "symm"), ("transport", "host")):
-        if getattr(config, name) == value:
-            raise UserError(f"{name}: {value} is not available with --draft; use auto, or --draft off")
 
 
 def recalled_blocks(config: EngineConfig, mode: str) -> int:

@@ -15,6 +15,7 @@ from alspec.models.llama_config import LlamaConfig
 from alspec.models.tokenizer.tokenizer import Tokenizer
 from alspec.predictor import first_lossy_length
 from alspec.runtime.cache.codecs import Cache, check_head_dim, new_cache
+from alspec.runtime.decode.decode_step import DecodeStep
 from alspec.runtime.decode.hooks import OperationHook
 from alspec.runtime.decode.rounds.draft_policy import DraftPolicy
 from alspec.runtime.decode.rounds.drafter import Drafter
@@ -23,10 +24,12 @@ from alspec.runtime.decode.rounds.ngram_drafter import NgramDrafter
 from alspec.runtime.decode.rounds.round_step import RoundStep
 from alspec.runtime.decode.rounds.row_forward import RowForward
 from alspec.runtime.decode.rounds.self_drafter import SelfDrafter
+from alspec.runtime.distributed.placement import PeerMemory
 from alspec.runtime.distributed.transport import Transport
 from alspec.runtime.engine.composition import Choices
 from alspec.runtime.engine.loading import open_model, read_weights
 from alspec.runtime.engine.memory import RoundSize
+from alspec.runtime.engine.round_composition import build_captured_rounds, serves_rows
 from alspec.runtime.profiling.stats import step_bytes
 
 __all__ = ["Drafting", "check_rings", "draft_model_config", "round_size"]
@@ -106,6 +109,11 @@ class Drafting:
         return cls(config, target, choices, model, checkpoint)
 
     @property
+    def num_rows(self) -> int:
+        """Rows of each request in a round."""
+        return self.config.draft_tokens + 1
+
+    @property
     def size(self) -> RoundSize | None:
         """What rounds need in memory."""
         return round_size(self.config, self.model_config)
@@ -117,27 +125,59 @@ class Drafting:
             weights = read_weights(self.checkpoint, self.model_config, choices.placement, choices.dtype, choices.device)
             self.model = Llama(self.model_config, weights, transport)
 
-    def build_step(self, model: Llama, cache: Cache, transport: Transport, operation: OperationHook) -> RoundStep:
-        """The step of rounds over one cache, with the draft model's own cache of the same size."""
-        chunk_size = self.config.speculation.chunk_size
-        recalled = self.config.speculation.recalled if self.config.draft == "self" else 0
+    def build_step(
+        self,
+        model: Llama,
+        cache: Cache,
+        transport: Transport,
+        peer_memory: PeerMemory | None,
+        operation: OperationHook,
+    ) -> DecodeStep:
+        """The step of rounds over one cache, with the draft model's own cache of the same size.
+
+        It is captured where a fused step exists and one launch serves all rows, otherwise eager.
+        """
+        own = self._draft_cache(cache, transport)
+        policy = DraftPolicy(self.config.draft_always)
+        tp_size = self.choices.placement.tp_size
+        if self.choices.has_fused_step and serves_rows(cache.batch_size, self.num_rows, self.target, tp_size):
+            return build_captured_rounds(
+                model, cache, transport, peer_memory, self.choices.uses_graph, operation, self.config, policy,
+                self._cost, self.model, own,
+            )  # fmt: skip
+        chunk_size, recalled = self.config.speculation.chunk_size, self._recalled
         forward = RowForward(model, cache, transport, chunk_size, operation, recalled)
         drafter: Drafter
         if self.config.draft == "ngram":
             drafter = NgramDrafter()
         elif self.config.draft == "self":
-            drafter = SelfDrafter(forward, self._self_cost)
+            drafter = SelfDrafter(forward, self._cost)
         else:
             assert self.model is not None
-            assert self.model_config is not None
-            self.model.set_total_length(cache.max_context)
-            own = new_cache(
-                "bf16", self.model_config, transport.placement.tp_size, cache.batch_size, cache.max_context,
-                self.choices.dtype, cache.device,
-            )  # fmt: skip
+            assert own is not None
             own_forward = RowForward(self.model, own, transport, chunk_size, operation)
-            drafter = ModelDrafter(own_forward, self.target.vocab_size, self._model_cost, operation)
-        return RoundStep(forward, drafter, self.config.draft_tokens, DraftPolicy(self.config.draft_always))
+            drafter = ModelDrafter(own_forward, self.target.vocab_size, self._cost, operation)
+        return RoundStep(forward, drafter, self.config.draft_tokens, policy)
+
+    def _draft_cache(self, cache: Cache, transport: Transport) -> Cache | None:
+        """The draft model's cache; None without a draft model."""
+        if self.model is None or self.model_config is None:
+            return None
+        self.model.set_total_length(cache.max_context)
+        return new_cache(
+            "bf16", self.model_config, transport.placement.tp_size, cache.batch_size, cache.max_context,
+            self.choices.dtype, cache.device,
+        )  # fmt: skip
+
+    @property
+    def _recalled(self) -> int:
+        return self.config.speculation.recalled if self.config.draft == "self" else 0
+
+    def _cost(self, seq_lens: list[int]) -> float:
+        """Estimated time of one draft of all requests at these lengths, relative to a plain step: by bytes read."""
+        if self.config.draft == "ngram":
+            return 0.0
+        return self._self_cost(seq_lens) if self.config.draft == "self" else self._model_cost(seq_lens)
 
     def _step_bytes(self, model: LlamaConfig, seq_lens: list[int], kv_cache: str, kv_protect: int) -> int:
         return step_bytes(model, self.choices.placement.shard, self.choices.dtype, seq_lens, kv_cache, kv_protect)

@@ -215,12 +215,14 @@ class Engine:
             self._weights_bytes = memory.weights_bytes
         self.cache = build_cache(self._choices, self.config, config, batch_size, max_context)
         self._kept = KeptPrefix(self.cache, self.mode == "off" or self.config.speculation.threshold == 0.0)
-        notice = f"{batch_size} requests: operations are launched one by one; captured steps serve up to {MAX_BATCH}"
-        if self._choices.has_fused_step and batch_size > MAX_BATCH and notice not in self.notices:
+        rows = batch_size if self._drafting is None else batch_size * self._drafting.num_rows
+        name = "requests" if self._drafting is None else "rows of a round"
+        notice = f"{rows} {name}: operations are launched one by one; captured steps serve up to {MAX_BATCH}"
+        if self._choices.has_fused_step and rows > MAX_BATCH and notice not in self.notices:
             self.notices.append(notice)
         parts = self.model, self.cache, self.connected()
         if self._drafting is not None:
-            self.decode_step = self._drafting.build_step(*parts, self._step_operation)
+            self.decode_step = self._drafting.build_step(*parts, self._peer_memory, self._step_operation)
         else:
             self.decode_step = build_decode_step(
                 self._choices, self.config.speculation, *parts, self._peer_memory, self._step_operation

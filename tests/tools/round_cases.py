@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from alspec.config import SamplingConfig
 from alspec.kernels.attention.dispatch import KVLayer
+from alspec.runtime.decode.rounds.captured_round import CapturedRoundStep
 from alspec.runtime.decode.rounds.draft_policy import DraftPolicy
 from alspec.runtime.decode.rounds.drafter import Drafter, DraftRequest, Drafts
 from alspec.runtime.decode.rounds.round_step import RoundStep
@@ -19,7 +21,7 @@ from alspec.runtime.decode.rounds.row_forward import RowForward
 from alspec.runtime.decode.rounds.token_history import TokenHistory
 from alspec.runtime.engine.engine import Engine
 
-__all__ = ["CoinDrafter", "ConstantDrafter", "cached", "engine_of", "generated", "put_drafter"]
+__all__ = ["CoinDrafter", "ConstantDrafter", "cached", "engine_of", "generated", "put_captured", "put_drafter"]
 
 
 def engine_of(folder: Path, **options: Any) -> Engine:
@@ -85,6 +87,17 @@ class ConstantDrafter:
 
     def cost(self, seq_lens: list[int]) -> float:
         return 0.0
+
+
+def put_captured(engine: Engine) -> None:
+    """Replace the engine's step by its rounds over the fused kernels, in the interpreter. The engine is loaded."""
+    drafting = engine._drafting
+    assert drafting is not None
+    choices = replace(drafting.choices, has_fused_step=True, uses_graph=False)
+    fused = replace(drafting, choices=choices)
+    step = fused.build_step(engine.model, engine.cache, engine.connected(), None, engine._step_operation)
+    assert isinstance(step, CapturedRoundStep)
+    engine.decode_step = step
 
 
 def put_drafter(engine: Engine, drafter: Drafter, num_drafts: int) -> None:

@@ -57,6 +57,16 @@ class ModelDrafter:
 
         return draft_by_steps(request, self._add_missing(request.history), next_logits)
 
+    def catch_up(self, history: TokenHistory, held: Tensor) -> None:
+        """Compute what the cache lacks of the texts, if something else has drafted over it since.
+
+        Args:
+            held: [B] int64, tokens at the start of each text that the cache holds.
+        """
+        token_ids = history.token_ids[:, : len(self._places)]
+        self._held = torch.where(self._places < held[:, None], token_ids, -1)
+        self._add_missing(history)
+
     def cost(self, seq_lens: list[int]) -> float:
         """Bytes of a step relative to those of the model that verifies. See `Drafter.cost`."""
         return self._cost(seq_lens)

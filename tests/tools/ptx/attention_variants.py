@@ -83,7 +83,8 @@ def choose_lists(capability: int, heads_per_kv: int, recall: int, num_blocks: in
     """The kernel that chooses recall lists, for a pair."""
     constants = {
         "HKV": 8, "HEADS": heads_per_kv, "HEADS_PAD": triton.next_power_of_2(heads_per_kv), "RECALL": recall,
-        "RECALL_PAD": triton.next_power_of_2(recall), "BLOCKS_PAD": num_blocks,
+        "RECALL_PAD": triton.next_power_of_2(recall), "BLOCKS_PAD": num_blocks, "ROWS": 1, "APART": False,
+        "chosen_rows_ptr": None,
     }  # fmt: skip
     kernel = recall_lists._choose_recall_lists_kernel
     return variant(capability, kernel, recall_lists.num_warps(num_blocks), constants)

@@ -27,6 +27,7 @@ from alspec.kernels.kv_codec.formats import FORMATS
 from alspec.kernels.linear import gemv_tile, head_norm, mma_tile, projections, push
 from alspec.kernels.norm import residual
 from alspec.kernels.prompt import prompt_kernels
+from alspec.kernels.rounds import ngram, round_kernels
 from alspec.kernels.sampling import adjustment, logprobs, next_token, sampler
 from alspec.kernels.speculation import collective_handover, handover, roles
 from alspec.launch.bench import bench_reading
@@ -41,6 +42,7 @@ FAST = {
     *("lean, head 64, batch 8", "lean, 20 x 128, batch 8", "lean combine, batch 1", "lean combine, batch 8, spec"),
     *("flashq", "flashq, 7 x 64, spec", "flashq combine, batch 1", "flashq combine, spec in 2 parts"),
     *("lean, spec, recall", "lean combine, spec, recall", "flashq, spec, recall", "recall lists"),
+    "lean, 5 rows, batch 1",
     *("prefill, head 64", "reading alone", "add_rms_norm", "rotate_heads", "silu_mul", "qkv, long rows"),
     *("qkv, gated, tp 4, batch 8", "gate_up, gated, tp 4, batch 8", "o, tp 4, batch 8"),
 }
@@ -90,7 +92,9 @@ def decode_step(capability: int, tp_size: int, batch_size: int, gate: bool = Fal
         pairs, how = tile(head_dim // 2, hidden, 2)
         shape = {"HQ": num_heads, "HKV": num_kv_heads, "D": head_dim, "PAIRS": pairs}
         num_tiles = (num_heads + 2 * num_kv_heads) * head_dim // (2 * pairs)
-        constants = stream | {"raw_ptr": None, "RING": False, "ROWS": 1} | inbox | shape | how | loops(num_tiles, per_sm) | more
+        constants = (
+            stream | {"raw_ptr": None, "RING": False, "ROWS": 1} | inbox | shape | how | loops(num_tiles, per_sm) | more
+        )
         return project(projections._qkv_rope_append_kernel, constants, tail_ptr="*i8")
 
     def reduced(**more: Any) -> Any:
@@ -151,7 +155,16 @@ def family_options(capability: int, tp_size: int, batch_size: int, gate: bool) -
         types = {"out_ptr": "*bf16"} if name == "gate_up" else {}
         return variant(capability, plain.kernel, constants["WARPS"], constants, tail_ptr="*i8", **types)
 
-    normed = {"K": 4096, "HQ": heads, "HKV": kv_heads, "D": 128, "HALF_PAD": 64, "RING": False, "ROWS": 1, "PDL": capability >= 90}
+    normed = {
+        "K": 4096,
+        "HQ": heads,
+        "HKV": kv_heads,
+        "D": 128,
+        "HALF_PAD": 64,
+        "RING": False,
+        "ROWS": 1,
+        "PDL": capability >= 90,
+    }
     if not gate:
         normed |= {"gate_ptr": None, "inbox_ptr": None}
     no_tail = dict.fromkeys(["tail_ptr", "tail_scale_ptr"])
@@ -191,7 +204,7 @@ def sampled(capability: int, vocab_size: int = 128256) -> dict[str, Any]:
     blocks = -(-vocab_size // 1024)
     scale = 2.0 ** (62 - (vocab_size - 1).bit_length())
     shape = {"TABLES": 7, "SCALE": scale, "C": blocks, "C_PAD": triton.next_power_of_2(blocks), "BLOCK": 1024}
-    shape |= {"PDL": capability >= 90, "MIN_P": False}
+    shape |= {"PDL": capability >= 90, "MIN_P": False, "ROWS": 1, "FIRST_ROW": 0, "WIDTH": 1, "row_lens_ptr": None}
     types = {"shares_ptr": "*fp64", "numbers_ptr": "*i64", "counts_ptr": "*i32", "weights_ptr": "*i64"}
     types |= {"state_ptr": "*i64", "tokens_ptr": "*i64", "penalties_ptr": "*fp64", "bias_ptr": "*fp64"}
     types |= {"seen_ptr": "*i32", "num_top_ptr": "*i32", "block_keys_ptr": "*i64", "top_ptr": "*i64"}
@@ -227,6 +240,36 @@ def sampled(capability: int, vocab_size: int = 128256) -> dict[str, Any]:
         "sampling, log probabilities of blocks": compiled(logprobs._block_logprobs_kernel),
         "sampling, log probabilities": compiled(logprobs._top_logprobs_kernel, num_warps=4),
         "sampling, finish_step": compiled(next_token._finish_step_kernel, num_warps=1, **finish),
+    }
+
+
+def rounds(capability: int) -> dict[str, Any]:
+    """The kernels of rounds of 4 drafts, and the choice of their tokens."""
+    shape = {"W": 5, "W_PAD": 8, "B": 2, "B_PAD": 2, "C": 128, "STEP_ROWS": 1, "PLACE": 1, "HAS_BLOCKS": True}
+    shape |= {"RING_ROWS": 5, "RING_STEPS": 16, "RING_HEADER": 2, "TOP": 20, "TOP_PAD": 32, "BLOCK": 1024}
+    shape |= {"LONGEST": ngram.LONGEST_MATCH, "SHORTEST": ngram.SHORTEST_MATCH, "ENDS": ngram.ENDS}
+    shape |= {"FIRST_ROW": 0, "ROWS": 5, "WIDTH": 5, "PDL": capability >= 90}
+    types = {"newest_ptr": "*i64", "best_match_ptr": "*i64", "draft_tokens_ptr": "*i64", "sampled_ptr": "*i64"}
+    types |= {"penalties_ptr": "*fp64", "bias_ptr": "*fp64", "top_ptr": "*i64", "logprobs_ring_ptr": "*i64"}
+    integers = ("lengths", "live", "row_lens", "last_lens", "counts", "draft_lens", "history", "number", "accepted")
+    types |= {f"{name}_ptr": "*i32" for name in (*integers, "committed", "seen")}
+
+    def compiled(kernel: Any, num_warps: int = 1, fuses: bool = True, **constants: Any) -> Any:
+        constants = {name: value for name, value in (shape | constants).items() if name in kernel.arg_names}
+        own = {name: kind for name, kind in types.items() if name not in constants}
+        return variant(capability, kernel, num_warps, constants, fuses, **own)
+
+    greedy = {"sampled_ptr": None}
+    return {
+        "round, begin": compiled(round_kernels._begin_round_kernel),
+        "round, begin, draft model": compiled(round_kernels._begin_model_draft_kernel),
+        "round, take draft": compiled(round_kernels._take_draft_kernel),
+        "round, take draft, greedy": compiled(round_kernels._take_draft_kernel, **greedy),
+        "round, finish": compiled(round_kernels._finish_round_kernel),
+        "round, finish, greedy": compiled(round_kernels._finish_round_kernel, **greedy, seen_ptr=None, **NO_LOGPROBS),
+        "round, find match": compiled(ngram._find_match_kernel, 4),
+        "round, take match": compiled(ngram._take_match_kernel),
+        "round, penalties": compiled(adjustment._adjust_logits_kernel, 8, False, bias_ptr=None),
     }
 
 
@@ -355,6 +398,7 @@ def all_variants(capability: int) -> dict[str, Variant]:
     add({"flashq": flashq(capability, 4, 128, 1, False)})
     add({"recall lists": choose_lists(capability, 4, 16, 2048)})
     add(quantised_cache(capability) | sampled(capability) | between_products(capability) | long_rows(capability))
+    add(rounds(capability))
     add(_hopper_variants() if capability == 90 else _prefill_variants(capability))
     sizes = [(1, 1), (4, 1), (4, 8)] + [(1, 8), (2, 1)] * (capability == 90)  # ranks of a group, requests
     for tp_size, batch_size in sizes:

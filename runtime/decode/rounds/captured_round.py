@@ -1,0 +1,324 @@
+"""Rounds over the fused kernels: one graph for a round with drafts, and one for a plain step, both replayed.
+
+A round drafts K tokens, runs the model over K + 1 rows of each request, accepts, and commits, all on the device; the
+host reads one row of a ring for each round. Beside it, the graph of a plain step runs where drafting has no room or
+does not pay: the host decides from the numbers that it reads anyway. The oracle is `RoundStep` (round_step.py).
+
+Shapes: B requests, K drafts, W = K + 1 rows of each request, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from alspec.config import SamplingConfig
+from alspec.interrupts import interrupts_wait
+from alspec.kernels.attention.dispatch import DecodeAttention
+from alspec.kernels.attention.recall import RecallState
+from alspec.kernels.common.jit_launch import compiling
+from alspec.kernels.kv_codec.quantised_layer import BLOCK
+from alspec.kernels.rounds.round_kernels import begin_round, finish_round, round_ring_width
+from alspec.kernels.rounds.round_state import RoundState
+from alspec.kernels.sampling.adjustment import RoundRows
+from alspec.kernels.sampling.logprobs import Logprobs
+from alspec.runtime.decode.captured_choice import CapturedChoice, ChoiceKinds
+from alspec.runtime.decode.decode_step import StepRecord
+from alspec.runtime.decode.hooks import OperationHook, no_hook
+from alspec.runtime.decode.rounds.device_drafters import DeviceDrafter
+from alspec.runtime.decode.rounds.draft_policy import DraftPolicy, round_cost
+from alspec.runtime.decode.rounds.row_decoder import RowDecoder
+from alspec.runtime.decode.step_ring import StepRing
+
+__all__ = ["CapturedRoundStep", "RoundKind"]
+
+
+@dataclass
+class RoundKind:
+    """One kind of round: its decoder, what drafts for it (None: a plain step), its graph and choice of tokens."""
+
+    decoder: RowDecoder
+    drafter: DeviceDrafter | None = None
+    choice: CapturedChoice | None = None
+    graph: torch.cuda.CUDAGraph | None = None
+
+
+class CapturedRoundStep:
+    """Rounds of one batch on one rank of one group, replayed from graphs or launched kernel by kernel.
+
+    Args:
+        plain, drafting: the two kinds of round. They share the state and the cache.
+        cost: (lengths) -> time of one draft relative to a plain step.
+        catch_up_draft: gives a draft model's cache the texts up to the newest tokens; None without one.
+    """
+
+    is_fused = True
+
+    def __init__(
+        self,
+        state: RoundState,
+        plain: RoundKind,
+        drafting: RoundKind,
+        policy: DraftPolicy,
+        cost: Callable[[list[int]], float],
+        capacity: int,
+        uses_graph: bool,
+        operation: OperationHook,
+        catch_up_draft: Callable[[RoundState, Tensor], None] | None = None,
+    ) -> None:
+        """Create the step; `prepare` captures it. capacity: tokens that the cache holds of each request."""
+        self.uses_graph = uses_graph
+        self._state, self._plain, self._drafting = state, plain, drafting
+        self._policy, self._draft_cost, self._capacity = policy, cost, capacity
+        self._operation, self._catch_up_draft = operation, catch_up_draft
+        decoder = plain.decoder
+        self._config, self._exchange = decoder.config, decoder.exchange
+        self._batch_size, self._device = len(state.lengths), state.lengths.device
+        self._num_drafts = drafting.decoder.rows - 1
+        self._has_blocks = any(decoder.cache.quantised(layer) for layer in range(self._config.num_layers))
+        self._ring = StepRing(round_ring_width(self._batch_size, drafting.decoder.rows), self._device)
+        self._choices: list[CapturedChoice] = []  # of draft steps, by their rows
+        self._sampling = SamplingConfig()
+        self._prepared = False
+        self._recall, self.prompt_queries = drafting.decoder.recall, None
+        self._prompt_attention: DecodeAttention | None = None
+        if self._recall is not None:
+            self.prompt_queries, self._prompt_attention = self._prompt_buffers(self._recall)
+        self._begun = self._launched = int(state.number) - 1
+        self._begun_s, self._last_clock_ns = 0.0, 0
+        self._seq_lens: list[int] = []  # cached tokens of each request, and the newest one
+        self._live: list[bool] = []  # the flags that the device has
+        self._held: Tensor | None = None  # tokens that a draft model's cache holds; None: not known
+
+    def _prompt_buffers(self, recall: RecallState) -> tuple[Tensor, DecodeAttention]:
+        """Room for the prompts' last queries, and the attention by which they choose the first recall lists."""
+        decoder = self._plain.decoder
+        shape = len(decoder.cache.layers), *decoder.buffers.q.shape
+        queries = torch.zeros(shape, dtype=decoder.buffers.q.dtype, device=self._device)
+        chunk_size, sm_scale = self._drafting.decoder.chunk_size, decoder.cache.sm_scale
+        layers = decoder.cache.layers
+        return queries, DecodeAttention(layers, shape[2], chunk_size, sm_scale, self._device, recall)
+
+    @property
+    def _kinds(self) -> tuple[RoundKind, RoundKind]:
+        return self._plain, self._drafting
+
+    @property
+    def launched(self) -> int:
+        """Number of rounds launched so far: the host waits for each. See `DecodeStep.launched`."""
+        return self._launched
+
+    @property
+    def next_step(self) -> int:
+        """Number of the round that is launched next. See `DecodeStep.next_step`."""
+        return self._launched - self._begun + 1
+
+    def speculate(self, threshold: float, forced: Tensor | None = None) -> None:
+        """Refuse: a round has no verdicts. See `DecodeStep.speculate`."""
+        raise AssertionError("nothing is speculated in a layer")
+
+    def force_acceptance(self, share: float | None) -> None:
+        """For profiling: accept each draft with this probability, whatever it is; None: accept what is right."""
+        self._state.forced.fill_(-1.0 if share is None else share)
+
+    def prepare(self, sampling: SamplingConfig, kept: Sequence[int] | None = None) -> int:
+        """Capture both kinds of round, unless captured ones serve these settings. See `DecodeStep.prepare`."""
+        kinds = ChoiceKinds.of(sampling, self._config.vocab_size)
+        own = [*(kind.choice for kind in self._kinds if kind.choice is not None), *self._choices]
+        is_captured = self._prepared and all(choice.kinds == kinds for choice in own)
+        if not is_captured:
+            self._prepared = False  # until all of it has succeeded
+            self.release()
+            own = self._new_choices(kinds)
+        for choice in own:
+            choice.set(sampling)
+        self._sampling = sampling
+        if is_captured:
+            return 0
+        for kind in self._kinds:
+            fault = self._capture(kind, kept or [0] * self._batch_size)
+            if fault:
+                return fault
+        self._prepared = True
+        return 0
+
+    def _new_choices(self, kinds: ChoiceKinds) -> list[CapturedChoice]:
+        """How tokens are chosen: in both kinds of round, and in draft steps, which report no log probabilities."""
+        args = self._batch_size, self._config.vocab_size, self._device
+        step_rows = 0 if self._drafting.drafter is None else self._drafting.drafter.step_rows
+        drafts = kinds._replace(logprobs=False)
+        self._plain.choice, drafting = CapturedChoice(kinds, *args), CapturedChoice(kinds, *args, self._num_drafts + 1)
+        self._drafting.choice = drafting
+        self._choices = [CapturedChoice(drafts, *args, rows) for rows in range(1, step_rows + 1)]
+        for choice in (drafting, *self._choices):
+            choice.share_seen(self._plain.choice)
+        return [self._plain.choice, drafting, *self._choices]
+
+    def _capture(self, kind: RoundKind, kept: Sequence[int]) -> int:
+        """Compile the kernels of a round, run it twice, then capture it if graphs are used; returns the fault word."""
+        self.begin([0] * self._batch_size, [num_tokens + 1 for num_tokens in kept])
+        if self._device.type == "cuda":
+            # Collectives and copies of the round are not kernels of ours: they run here.
+            with compiling():
+                self._launch_kernels(kind, no_hook)
+        for _ in range(2):
+            # The room that `kept` leaves is for two tokens.
+            self.begin([0] * self._batch_size, [num_tokens + 1 for num_tokens in kept])
+            self._launch_kernels(kind, no_hook)
+        fault = int(self._exchange.fault)
+        if not fault and self.uses_graph:
+            graph = torch.cuda.CUDAGraph()
+            stream = torch.cuda.Stream(self._device, priority=kind.decoder.stream_priority)
+            # thread_local: the heartbeat and NCCL's watchdog may call CUDA during the capture.
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                self._launch_kernels(kind, no_hook)
+            kind.graph = graph
+        return fault
+
+    def begin(
+        self,
+        token_ids: list[int],
+        seq_lens: list[int],
+        seen: Tensor | None = None,
+        prompts: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        """Set tokens, lengths and the texts that drafts are looked up in. See `DecodeStep.begin`."""
+        state = self._state
+        assert state.newest.shape == (len(token_ids),), "a batch of another size"
+        texts = torch.zeros(state.history.shape, dtype=torch.int32)
+        for index, (newest, length) in enumerate(zip(token_ids, seq_lens, strict=True)):
+            if prompts is not None:
+                texts[index, : length - 1] = torch.tensor(prompts[index], dtype=torch.int32)
+            texts[index, length - 1] = newest
+        state.history.copy_(texts)
+        state.newest.copy_(torch.tensor(token_ids))
+        state.lengths.copy_(torch.tensor(seq_lens, dtype=torch.int32))
+        self._set_live([True] * self._batch_size)
+        self._exchange.fault.zero_()
+        if self._recall is not None:
+            self._recall.lists.fill_(-1)
+            if prompts is not None:
+                assert self._prompt_attention is not None
+                assert self.prompt_queries is not None
+                self._prompt_attention.recall_prompts(self.prompt_queries, state.lengths - 1)
+        for choice in [kind.choice for kind in self._kinds]:
+            if choice is not None:
+                choice.begin(seen)
+        self._policy.begin()
+        self._seq_lens, self._held = list(seq_lens), None
+        self._begun = self._launched = int(state.number) - 1
+        self._begun_s, self._last_clock_ns = time.perf_counter(), 0
+
+    def step(self, remaining: int, live: list[bool] | None = None) -> StepRecord:
+        """Run one round and read it; a request that has ended keeps its text. See `DecodeStep.step`."""
+        live = live or [True] * self._batch_size
+        self._set_live(live)
+        cost = round_cost(self._num_drafts, self._draft_cost(self._seq_lens))
+        width = self._room(remaining, live)
+        kind = self._drafting if width and self._policy.drafts(width, cost) else self._plain
+        if kind is self._drafting and self._catch_up_draft is not None:
+            self._catch_up(self._catch_up_draft)
+        self._replay(kind)
+        name = f"rank {self._exchange.rank}: round {self._launched - self._begun}"
+        clock_ns, fault, *row = self._ring.read(self._launched, name)
+        emitted, offered = self._parse(row)
+        counts = [len(ids) if is_live else 0 for ids, is_live in zip(emitted, live, strict=True)]
+        if any(offered):
+            self._policy.record(sum(counts) / sum(count > 0 for count in counts), cost)
+        self._seq_lens = [length + count for length, count in zip(self._seq_lens, counts, strict=True)]
+        # The first round has no predecessor on the device's clock: it is timed by the host.
+        first_us = (time.perf_counter() - self._begun_s) * 1e6
+        step_us = (clock_ns - self._last_clock_ns) / 1e3 if self._last_clock_ns else first_us
+        self._last_clock_ns = clock_ns
+        return StepRecord(emitted, None, step_us, fault, self._read_logprobs(kind, emitted), offered)
+
+    def _set_live(self, live: list[bool]) -> None:
+        if live != self._live:
+            self._state.live.copy_(torch.tensor(live, dtype=torch.int32))
+            self._live = list(live)
+
+    def _room(self, remaining: int, live: list[bool]) -> int:
+        """Most drafts that a live request can use: up to K, to the end of its text, its cache and its block."""
+        room = 0
+        for length, is_live in zip(self._seq_lens, live, strict=True):
+            own = min(self._num_drafts, remaining - 1, self._capacity - 1 - length)
+            if self._has_blocks:
+                own = min(own, BLOCK - 1 - (length - 1) % BLOCK)
+            room = max(room, own if is_live else 0)
+        return room
+
+    def _catch_up(self, catch_up_draft: Callable[[RoundState, Tensor], None]) -> None:
+        """Give the draft model's cache what it lacks: it may lack the newest two tokens, which its first step feeds."""
+        lengths = torch.tensor(self._seq_lens, device=self._device)
+        if self._held is None or bool((self._held < lengths - 2).any()):
+            held = torch.zeros_like(lengths) if self._held is None else self._held
+            catch_up_draft(self._state, held)
+        self._held = lengths - 1
+
+    def _parse(self, row: list[int]) -> tuple[list[list[int]], list[int]]:
+        """Emitted tokens and numbers of drafts of each request, from the ring."""
+        width, emitted, offered = self._num_drafts + 2, [], []
+        for request in range(self._batch_size):
+            counts, *tokens = row[request * width : (request + 1) * width]
+            emitted.append(tokens[: counts & 0xFFFFFFFF])
+            offered.append(counts >> 32)
+        return emitted, offered
+
+    def _read_logprobs(self, kind: RoundKind, emitted: list[list[int]]) -> Logprobs | None:
+        assert kind.choice is not None
+        found, rows = kind.choice.read_logprobs(self._launched % len(self._ring.stamps)), kind.decoder.rows
+        if found is None:
+            return None
+        places = [request * rows + row for request, ids in enumerate(emitted) for row in range(len(ids))]
+        return Logprobs(found.token_ids[places], found.values[places])
+
+    def _replay(self, kind: RoundKind) -> None:
+        """Launch a round. Ctrl-C is held until it is counted."""
+        try:
+            if kind.graph is None:
+                self._launch_kernels(kind, self._operation)
+            else:
+                with interrupts_wait():
+                    kind.graph.replay()
+        except BaseException:
+            self._prepared = False  # an incomplete round leaves counts in the sampler's tables
+            raise
+        self._launched += 1
+
+    def catch_up(self, launched: int) -> None:
+        """Launch the rounds that other ranks have launched: each needs all ranks. See `DecodeStep.catch_up`."""
+        while self._plain.graph is not None and self._launched < launched:
+            self._replay(self._plain)
+
+    def release(self) -> None:
+        """Wait for the device, then destroy the graphs. See `DecodeStep.release`."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        for kind in self._kinds:
+            if kind.graph is not None:
+                kind.graph.reset()
+                kind.graph = None
+
+    def _launch_kernels(self, kind: RoundKind, operation: OperationHook) -> None:
+        """Launch every operation of one round, in order."""
+        decoder, drafter, state, choice = kind.decoder, kind.drafter, self._state, kind.choice
+        rows, buffers = decoder.round_rows, decoder.buffers
+        assert choice is not None
+        begin_round(state, rows, self._capacity, self._has_blocks, None if drafter is None else drafter.inputs)
+        if drafter is not None:
+            drafter.launch(state, rows, self._choices, operation)
+        with operation("embed", 0):
+            decoder.embed()
+        decoder.run_layers(operation)
+        with operation("lm_head", decoder.config.num_layers):
+            decoder.logits()
+            sampled = choice.launch(buffers, RoundRows(rows.token_ids, rows.row_lens, 0, decoder.rows))
+            finish_round(
+                state, rows, self._capacity, sampled, buffers.best, buffers.best_token, decoder.logit_exchange,
+                self._ring.rows, self._ring.stamps, self._num_drafts + 1, choice.seen, choice.logprobs_of(buffers),
+            )  # fmt: skip
+            decoder.commit(state)

@@ -1,0 +1,162 @@
+"""Rounds over the fused kernels are put together here: decoders of both kinds of round, and of draft steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from alspec.config import EngineConfig
+from alspec.kernels.attention.decode.lean_decode import MAX_COLUMNS
+from alspec.kernels.attention.dispatch import attend_recall_parts
+from alspec.kernels.attention.recall import RecallState
+from alspec.kernels.comm.exchange import Exchange, LogitExchange
+from alspec.kernels.common.limits import MAX_BATCH
+from alspec.kernels.rounds.round_state import RoundRowBuffers, RoundState
+from alspec.models.llama import Llama
+from alspec.models.llama_config import LlamaConfig
+from alspec.runtime.cache.codecs import Cache
+from alspec.runtime.decode.decoder import DecodeBuffers, Decoder
+from alspec.runtime.decode.hooks import OperationHook
+from alspec.runtime.decode.rounds.captured_round import CapturedRoundStep, RoundKind
+from alspec.runtime.decode.rounds.device_drafters import DeviceDrafter, ModelDraftSteps, NgramDrafts, SelfDraftSteps
+from alspec.runtime.decode.rounds.draft_policy import DraftPolicy
+from alspec.runtime.decode.rounds.model_drafter import ModelDrafter
+from alspec.runtime.decode.rounds.row_decoder import DraftDecoder, RowDecoder
+from alspec.runtime.decode.rounds.row_forward import RowForward
+from alspec.runtime.decode.rounds.token_history import TokenHistory
+from alspec.runtime.distributed.peer_memory import build_exchanges
+from alspec.runtime.distributed.placement import PeerMemory
+from alspec.runtime.distributed.transport import Transport
+
+__all__ = ["build_captured_rounds", "serves_rows"]
+
+
+def serves_rows(batch_size: int, rows: int, config: LlamaConfig, tp_size: int) -> bool:
+    """Whether the fused kernels serve a round of so many rows of each request."""
+    heads, kv_heads = config.local_heads(tp_size)
+    return batch_size * rows <= MAX_BATCH and rows * (heads // kv_heads) <= MAX_COLUMNS
+
+
+class _Parts:
+    """What the decoders of one model share, and the exchanges between ranks by number of rows."""
+
+    def __init__(
+        self, model: Llama, cache: Cache, transport: Transport, peer_memory: PeerMemory | None, first: Exchange | None
+    ) -> None:
+        """first: an exchange whose epoch and fault word all decoders of a round share; None: this is the first one."""
+        self.model, self.cache, self.transport, self._peer_memory = model, cache, transport, peer_memory
+        self.first = first
+        self._exchanges: dict[int, tuple[Exchange, LogitExchange]] = {}
+
+    def exchanges(self, num_rows: int) -> tuple[Exchange, LogitExchange]:
+        """The exchanges of a step of so many rows: steps with as many rows use them one after another."""
+        if num_rows not in self._exchanges:
+            config = self.model.config
+            exchange, logit_exchange, _ = build_exchanges(
+                self.transport, self._peer_memory, 2 * config.num_layers, num_rows, config.hidden_size,
+                config.vocab_size,
+            )  # fmt: skip
+            self.first = self.first or exchange
+            epoch, fault = self.first.epoch, self.first.fault
+            self._exchanges[num_rows] = (
+                replace(exchange, epoch=epoch, fault=fault), replace(logit_exchange, epoch=epoch, fault=fault)
+            )  # fmt: skip
+        return self._exchanges[num_rows]
+
+    def decoder(self, num_rows: int, rows: RoundRowBuffers | None = None) -> dict[str, Any]:
+        """Arguments of a decoder of so many rows in all; `rows`: those that its tokens and lengths are."""
+        model, transport = self.model, self.transport
+        buffers = DecodeBuffers.allocate(
+            model.config, transport.placement.tp_size, num_rows, model.weights.embedding.dtype, transport.device
+        )
+        if rows is not None:
+            buffers = replace(buffers, token_ids=rows.token_ids.view(-1), seq_lens=rows.row_lens.view(-1))
+        exchange, logit_exchange = self.exchanges(num_rows)
+        return {
+            "config": model.config, "weights": model.weights, "inv_freq": model.inv_freq, "kv_cache": self.cache,
+            "buffers": buffers, "exchange": exchange, "logit_exchange": logit_exchange,
+            "all_reduce": transport.all_reduce, "all_gather": transport.all_gather_world,
+        }  # fmt: skip
+
+
+def build_captured_rounds(
+    model: Llama,
+    cache: Cache,
+    transport: Transport,
+    peer_memory: PeerMemory | None,
+    uses_graph: bool,
+    operation: OperationHook,
+    config: EngineConfig,
+    policy: DraftPolicy,
+    cost: Callable[[list[int]], float],
+    draft_model: Llama | None = None,
+    draft_cache: Cache | None = None,
+) -> CapturedRoundStep:
+    """Rounds of one model and cache over the fused kernels, with their buffers.
+
+    Args:
+        config: draft, draft_tokens, and what `self` drafts read (speculation).
+        cost: (lengths) -> time of one draft relative to a plain step.
+        draft_model, draft_cache: of `--draft model:DIR`.
+    """
+    batch_size, device, num_rows = cache.batch_size, transport.device, config.draft_tokens + 1
+    parts = _Parts(model, cache, transport, peer_memory, None)
+    recall = _recall_state(model, cache, transport, config.speculation.recalled) if config.draft == "self" else None
+    chunk_size = config.speculation.chunk_size
+
+    def kind(rows: int, drafter: DeviceDrafter | None) -> RoundKind:
+        own = RoundRowBuffers.allocate(batch_size, rows, device)
+        args = parts.decoder(batch_size * rows, own)
+        return RoundKind(RowDecoder(**args, round_rows=own, recall=recall, chunk_size=chunk_size), drafter)
+
+    plain, catch_up = kind(1, None), None
+    drafter: DeviceDrafter
+    if config.draft == "ngram":
+        drafter = NgramDrafts()
+    elif config.draft == "self":
+        drafter = SelfDraftSteps(DraftDecoder(**parts.decoder(batch_size), chunk_size=chunk_size, recall=recall))
+    else:
+        assert draft_model is not None
+        assert draft_cache is not None
+        own = _Parts(draft_model, draft_cache, transport, peer_memory, parts.first)
+        two = RoundRowBuffers.allocate(batch_size, 2, device)
+        drafter = ModelDraftSteps(
+            RowDecoder(**own.decoder(2 * batch_size, two), round_rows=two), Decoder(**own.decoder(batch_size))
+        )
+        catch_up = _catch_up(draft_model, draft_cache, transport, model.config.vocab_size, chunk_size, operation)
+    return CapturedRoundStep(
+        RoundState.allocate(batch_size, cache.max_context, config.draft_tokens, device), plain, kind(num_rows, drafter),
+        policy, cost, cache.max_context, uses_graph, operation, catch_up,
+    )  # fmt: skip
+
+
+def _recall_state(model: Llama, cache: Cache, transport: Transport, recalled: int) -> RecallState | None:
+    """Lists of the drafter `self`; None if it recalls no block."""
+    if not recalled:
+        return None
+    layers = [cache.layer(layer) for layer in range(cache.num_layers)]
+    heads = model.config.num_qo_heads // transport.placement.tp_size
+    return RecallState.allocate(
+        cache.num_layers, cache.batch_size, heads, cache.num_kv_heads, cache.max_context, recalled,
+        attend_recall_parts(layers, recalled), transport.device,
+    )  # fmt: skip
+
+
+def _catch_up(
+    model: Llama, cache: Cache, transport: Transport, vocab_size: int, chunk_size: int, operation: OperationHook
+) -> Callable[[RoundState, Tensor], None]:
+    """How a draft model's cache gets the texts up to the newest tokens: (state, tokens that it holds) -> None."""
+    forward = RowForward(model, cache, transport, chunk_size, operation)
+    drafter = ModelDrafter(forward, vocab_size, lambda _: 0.0, operation)
+    history = TokenHistory(cache.batch_size, cache.max_context, cache.device)
+
+    def catch_up(state: RoundState, held: Tensor) -> None:
+        width = min(history.token_ids.shape[1], state.history.shape[1])
+        history.token_ids[:, :width] = state.history[:, :width]
+        history.lengths.copy_(state.lengths)
+        drafter.catch_up(history, held)
+
+    return catch_up

@@ -1,0 +1,95 @@
+"""Rounds over the fused kernels, in the interpreter, against eager rounds and plain decoding."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from round_cases import cached, engine_of, generated, put_captured
+from tiers import fast
+
+from alspec.config import SamplingConfig
+from alspec.runtime.decode.rounds.captured_round import CapturedRoundStep
+
+FEW_TOKENS = {7: 100.0, 30: 99.0, 99: 100.0, 150: 99.5, 201: 100.0}  # a text of few tokens repeats itself
+SAMPLED: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "seed": 5}
+PENALISED = {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.2}
+HOW: dict[str, dict[str, Any]] = {
+    "greedy": {}, "sampled": SAMPLED, "penalised": PENALISED, "both": SAMPLED | PENALISED | {"logprobs": 3},
+}  # fmt: skip
+NEW_TOKENS = 8
+CASES = [
+    (drafter, codec, how, num_drafts)
+    for drafter in ("ngram", "self")
+    for codec in ("bf16", "turbo4", "hybrid-k4v2")
+    for how, num_drafts in (("greedy", 3), ("sampled", 2), ("penalised", 2), ("both", 3))
+]
+
+
+@pytest.mark.parametrize(
+    ("drafter", "codec", "how", "num_drafts"),
+    fast(CASES, keep=[("ngram", "bf16", "both", 3), ("self", "turbo4", "sampled", 2)]),
+)
+def test_tokens_rounds_and_cache_are_those_of_eager_rounds(
+    turbo_folder: Path, make_prompt: Any, drafter: str, codec: str, how: str, num_drafts: int
+) -> None:
+    """The texts begin where a block ends, and cross into the next one."""
+    prompts = [(make_prompt(9, seed=3) * 10)[:70], make_prompt(60, seed=61)]
+    sampling = SamplingConfig(**{"max_new_tokens": NEW_TOKENS, "ignore_eos": True, "logit_bias": FEW_TOKENS} | HOW[how])
+    lengths = [len(ids) + NEW_TOKENS - 1 for ids in prompts]
+    options = {"kv_cache": codec, "draft": drafter, "draft_tokens": num_drafts, "draft_always": True}
+    with engine_of(turbo_folder, **options) as engine:
+        expected = generated(engine, prompts, sampling)
+        rounds, cache = engine.generation.rounds, cached(engine, lengths)
+        logprobs = [answer.logprobs for answer in engine.generation.completions()]
+    with engine_of(turbo_folder, **options) as engine:
+        engine.load(2, max(map(len, prompts)) + NEW_TOKENS)
+        put_captured(engine)
+        assert generated(engine, prompts, sampling) == expected
+        # The last round of a text is as long as the others here: its rest is dropped.
+        assert [[accepted for _, accepted in step] for step in engine.generation.rounds[:-2]] == [
+            [accepted for _, accepted in step] for step in rounds[: len(engine.generation.rounds) - 2]
+        ]
+        for found, right in zip(cached(engine, lengths), cache, strict=True):
+            if found.dtype == torch.float32:
+                torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-5)
+        for answer, right in zip(engine.generation.completions(), logprobs, strict=True):
+            assert (answer.logprobs is None) == (right is None)
+            for own, other in zip(answer.logprobs or [], right or [], strict=True):
+                assert abs(own.logprob - other.logprob) < (1e-4 if codec == "bf16" else 2**-10)
+                assert [token for token, _ in own.top] == [token for token, _ in other.top]
+
+
+@pytest.mark.parametrize("codec", fast(["bf16", "turbo4"], keep=["bf16"]))
+def test_a_draft_model(turbo_folder: Path, make_prompt: Any, codec: str) -> None:
+    """The model drafts for itself over another cache: every draft is right, also behind plain steps."""
+    prompts = [make_prompt(62, seed=1)]
+    sampling = SamplingConfig(max_new_tokens=12, ignore_eos=True)
+    options = {"kv_cache": codec, "draft": f"model:{turbo_folder}", "draft_tokens": 2, "draft_always": True}
+    with engine_of(turbo_folder, kv_cache=codec) as engine:
+        expected = generated(engine, prompts, sampling)
+    with engine_of(turbo_folder, **options) as engine:
+        engine.load(1, 80)
+        put_captured(engine)
+        step = engine.decode_step
+        decisions = iter([True, False, False, False, True, True, True, True, True, True, True])
+        with mock.patch.object(step, "_policy", mock.Mock(drafts=lambda *_: next(decisions))):
+            assert generated(engine, prompts, sampling) == expected
+        drafted = [counts for ((counts, accepted),) in engine.generation.rounds if counts and counts == accepted]
+        assert len(drafted) >= 2 if codec == "bf16" else drafted
+
+
+def test_a_forced_share_of_drafts_is_accepted(turbo_folder: Path, make_prompt: Any) -> None:
+    """For profiling: whatever the drafts are. Here all of them are right."""
+    with engine_of(turbo_folder, draft="self", draft_tokens=3, draft_always=True) as engine:
+        engine.load(1, 64)
+        put_captured(engine)
+        step, prompt = engine.decode_step, make_prompt(20, seed=5)
+        assert isinstance(step, CapturedRoundStep)
+        for share, new_tokens, rounds in ((0.0, 4, [[(3, 0)]] * 2 + [[(0, 0)]]), (1.0, 5, [[(3, 3)]])):
+            step.force_acceptance(share)
+            generated(engine, [prompt], SamplingConfig(max_new_tokens=new_tokens, ignore_eos=True))
+            assert engine.generation.rounds == rounds
