@@ -332,6 +332,10 @@ class LatencyConfig(CommandConfig, EngineConfig, ChoiceConfig):
         default=("real",),
         description="verdicts of paired: real ones, or forced hit rates for profiling, such as real,0.5,0.875,1",
     )
+    acceptances: Several[HitRate] = Field(
+        default=("real",),
+        description="accepted drafts of --draft: real ones, or forced shares for profiling, such as real,0.7,0.9",
+    )
     prompt_file: FilePath | None = Field(
         default=None,
         description="text that fills the cache, repeated or cut to each context; default: random numbers or tokens",
@@ -346,6 +350,11 @@ class LatencyConfig(CommandConfig, EngineConfig, ChoiceConfig):
     trace: FilePath | None = Field(
         default=None, description="write a Perfetto trace of some steps of the last context, all ranks, to this file"
     )
+
+    @property
+    def tokens_of_step(self) -> int:
+        """Most tokens that a step adds to a text."""
+        return 1 if self.draft == "off" else self.draft_tokens + 1
 
     @property
     def sampling(self) -> SamplingConfig:

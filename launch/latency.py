@@ -19,6 +19,7 @@ from rich.table import Table
 from alspec.config import ChoiceConfig, HitRate, LatencyConfig, SamplingConfig, cache_name, check_softmax
 from alspec.errors import AlspecError, UserError
 from alspec.kernels.common.limits import MAX_BATCH
+from alspec.launch.latency_rounds import check_rounds, rounds_table, sweep_rounds
 from alspec.launch.plots.plot_latency import draw
 from alspec.launch.terminal.display import StatusLine
 from alspec.launch.terminal.flags import (
@@ -90,9 +91,16 @@ def _run(config: LatencyConfig, command: str) -> int:
     with _show_if_stopped(results, config):
         for single in _configs(config):
             _measure(single, command, results)
-    if Placement.from_environment().rank == 0:
+    if Placement.from_environment().rank == 0 and results:
         _write(config, results)
     return 0
+
+
+def _measure_rounds(config: LatencyConfig, engine: Engine, command: str, status: StatusLine) -> None:
+    """Measure rounds over one cache, and show them."""
+    rows = sweep_rounds(config, engine, _contexts(config, engine), command, status)
+    if engine.placement.rank == 0:
+        result_console(config.rows, width=130).print(rounds_table(rows))
 
 
 @contextlib.contextmanager
@@ -138,8 +146,7 @@ def _check(config: LatencyConfig) -> None:
         raise UserError("flags: --softmax: sas needs quantised caches; leave bf16 out of --codecs")
     if config.trace is not None and len(_configs(config)) > 1:
         raise UserError("flags: --trace: records one mode over one cache; give one value to --modes and to --codecs")
-    if config.draft != "off":
-        raise UserError("flags: --draft: latency measures plain steps; leave it out, or see launch/evaluate.py")
+    check_rounds(config)
     for single in _configs(config):
         check_softmax(single)
     if config.speculation.mode not in ("auto", "off"):
@@ -176,7 +183,7 @@ def _check_modes(config: LatencyConfig) -> None:
 
 def _contexts(config: LatencyConfig, engine: Engine) -> list[int]:
     # With a text, the steps must stay within the model's positions. With random numbers that does not matter.
-    steps = 0 if config.prompt_file is None else cache_tokens(0, config.steps)
+    steps = 0 if config.prompt_file is None else cache_tokens(0, config.steps, config.tokens_of_step)
     if config.contexts is None:
         limit = max(engine.model_config.longest_context - steps, 2)
         contexts = [context for context in CONTEXTS if context <= limit] or [limit]
@@ -184,7 +191,7 @@ def _contexts(config: LatencyConfig, engine: Engine) -> list[int]:
         contexts = sorted(set(config.contexts))
     check_positions(contexts[-1], engine.model_config, steps)
     engine.check_sampling(config.sampling)
-    needed = cache_tokens(contexts[-1], config.steps)
+    needed = cache_tokens(contexts[-1], config.steps, config.tokens_of_step)
     if config.max_context is not None and config.max_context < needed:
         raise UserError(
             f"flags: --max-context: {contexts[-1]} tokens and the steps after them need {needed}, "
@@ -196,6 +203,10 @@ def _contexts(config: LatencyConfig, engine: Engine) -> list[int]:
 def _measure(config: LatencyConfig, command: str, results: list[Measured]) -> None:
     """Measure one mode over one cache, with a new engine. Append each result to `results` at once."""
     engine = Engine(config)
+    if config.draft != "off":
+        with guarded(engine.heartbeat, OUT_OF_MEMORY), StatusLine(engine.placement.rank == 0) as status:
+            _measure_rounds(config, engine, command, status)
+        return
     contexts = _contexts(config, engine)
     text_ids = None if config.prompt_file is None else read_text_ids(config.prompt_file, engine)
     rates = config.hit_rates if config.speculation.mode == "paired" else ("real",)

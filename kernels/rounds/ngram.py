@@ -61,6 +61,7 @@ def _take_match_kernel(
     row_lens_ptr,  # [B, W] int32
     last_lens_ptr,  # [B] int32
     counts_ptr,  # [B] int32
+    forced_ptr,  # [1] fp32: from 0 on, drafts are needed without a match, too
     width,
     W: tl.constexpr,
     W_PAD: tl.constexpr,
@@ -72,7 +73,7 @@ def _take_match_kernel(
         wait_for_previous_kernel()
     request, row = tl.program_id(0), tl.arange(0, W_PAD)
     length, best = tl.load(lengths_ptr + request), tl.load(best_match_ptr + request)
-    count = tl.where(best > 0, tl.load(counts_ptr + request), 0)
+    count = tl.where((best > 0) | (tl.load(forced_ptr) >= 0.0), tl.load(counts_ptr + request), 0)
     start = tl.minimum((best % width).to(tl.int32) + 1, length - 1)
     # Row r holds draft r - 1; rows behind the last draft repeat it. A continuation that ends begins again.
     draft = tl.maximum(tl.minimum(row, count) - 1, 0)
@@ -99,6 +100,6 @@ def draft_by_ngrams(state: RoundState, rows: RoundRowBuffers) -> None:
     set_l1_carveout(compiled)
     compiled = jit_launch(_take_match_kernel, (batch_size,))(
         state.history, state.lengths, rows.best_match, rows.token_ids, rows.row_lens, rows.last_lens, rows.counts,
-        width, W=num_rows, W_PAD=triton.next_power_of_2(num_rows), num_warps=1, **options,
+        state.forced, width, W=num_rows, W_PAD=triton.next_power_of_2(num_rows), num_warps=1, **options,
     )  # fmt: skip
     set_l1_carveout(compiled)

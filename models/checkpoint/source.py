@@ -67,12 +67,17 @@ def _smollm2() -> Path:
 def draft_model_source(config: EngineConfig) -> EngineConfig | None:
     """The configuration that selects the draft model of `model:DIR` as the model; None without one.
 
+    Beside random weights, DIR may be a published shape, whose weights are then random, too.
+
     Raises:
         UserError: what follows `model:` is no path.
     """
     if not config.draft.startswith(DRAFT_MODEL):
         return None
-    values = {"model": config.draft.removeprefix(DRAFT_MODEL), "verify_checksums": config.verify_checksums}
+    path = config.draft.removeprefix(DRAFT_MODEL)
+    if config.random_weights is not None and path in RANDOM_SHAPES:
+        return EngineConfig(random_weights=path)
+    values = {"model": path, "verify_checksums": config.verify_checksums}
     return validate(EngineConfig, values, "draft")
 
 

@@ -105,7 +105,8 @@ class Drafting:
             model.check_tp_size(choices.placement.tp_size)
             check_head_dim(model, choices.device)
             checkpoint, own = open_model(settings, model)
-        _check_tokenizers(config.draft, tokenizer, own)
+        if settings.random_weights is None:
+            _check_tokenizers(config.draft, tokenizer, own)
         return cls(config, target, choices, model, checkpoint)
 
     @property

@@ -489,22 +489,30 @@ class Engine:
             self._is_warm = is_warm
         self._raise_fault(fault)
 
-    def decode(self, token_ids: list[int], seq_lens: list[int], num_steps: int) -> Iterator[StepRecord]:
+    def decode(
+        self,
+        token_ids: list[int],
+        seq_lens: list[int],
+        num_steps: int,
+        prompts: list[list[int]] | None = None,
+    ) -> Iterator[StepRecord]:
         """Steps of the prepared decode step behind what the cache holds; for profiling.
 
         Args:
             token_ids, seq_lens: the newest token of each request, and lengths that count it.
+            prompts: the tokens before them, for drafts.
         Raises:
             BadNumbersError: NaN or Inf in a step.
             RankFailureError: a step waited in vain for a rank.
         """
         self._kept.forget()
         self.timeline.start()
-        self._begin_steps(token_ids, seq_lens)
+        self._begin_steps(token_ids, seq_lens, prompts=prompts)
+        tokens = 1 if self._drafting is None else self._drafting.num_rows  # most of a step
         for remaining in range(num_steps, 0, -1):
             self._mark_step()
             assert self.decode_step is not None
-            record = self.decode_step.step(remaining)
+            record = self.decode_step.step(remaining * tokens)
             self._raise_fault(record.fault)
             yield record
 

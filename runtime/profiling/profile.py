@@ -14,12 +14,14 @@ from alspec.runtime.engine.engine import Engine
 from alspec.runtime.profiling.stats import percentile, step_bytes, stream_bandwidth
 
 __all__ = [
+    "RoundProfile",
     "WARMUP_STEPS",
     "Profile",
     "fill",
     "first_tokens",
     "forced_verdicts",
     "measure",
+    "measure_rounds",
     "prepare",
     "prompts_from_text",
     "cache_tokens",
@@ -63,9 +65,9 @@ class Profile:
         return self.read_bytes / self.us["p50"] * 1e6
 
 
-def cache_tokens(context: int, num_steps: int) -> int:
+def cache_tokens(context: int, num_steps: int, tokens_of_step: int = 1) -> int:
     """Cache size in tokens for `num_steps` measured steps that begin at `context` tokens, warm-up included."""
-    return context + WARMUP_STEPS + num_steps
+    return context + (WARMUP_STEPS + num_steps) * tokens_of_step
 
 
 def prepare(engine: Engine, sampling: SamplingConfig = GREEDY) -> None:
@@ -132,6 +134,48 @@ def measure(
     counted = [step_hits for length, step_hits in enumerate(hits, context + WARMUP_STEPS) if length >= shortest]
     hit_rate = float(torch.stack(counted).float().mean()) if counted else None
     return Profile(context, batch_size, gathered.tolist(), hit_rate, read)
+
+
+@dataclass(frozen=True)
+class RoundProfile:
+    """Rounds from one context on, timed on every rank."""
+
+    context: int
+    round_us: list[list[float]]  # [world][rounds]
+    tokens: list[float]  # of each round, mean over the requests
+    accepted: list[int]  # how many rounds of a request accepted 0, 1, ... K drafts, of those that had drafts
+
+    @property
+    def slowest_us(self) -> list[float]:
+        """Time of each round on the slowest rank."""
+        return [max(times) for times in zip(*self.round_us, strict=True)]
+
+
+def measure_rounds(
+    engine: Engine, context: int, num_rounds: int, text_ids: list[int] | None, sampling: SamplingConfig
+) -> RoundProfile:
+    """Time `num_rounds` rounds after a warm-up, as `measure` does; every rank calls it.
+
+    Args:
+        engine: prepared, with a drafter.  context, text_ids, sampling: as for `measure`.
+    """
+    transport, batch_size = engine.connected(), engine.cache.batch_size
+    transport.barrier()
+    # Without a text, n-grams are looked up in a constant one.
+    prompts = [[TOKEN_ID] * (context - 1)] * batch_size
+    if text_ids is not None:
+        prompts = prompts_from_text(text_ids, batch_size, context - 1)
+    token_ids = first_tokens(engine, context, text_ids, sampling)
+    lengths, rounds = [context] * batch_size, WARMUP_STEPS + num_rounds
+    records = list(engine.decode(token_ids, lengths, rounds, prompts))[WARMUP_STEPS:]
+    own_us = torch.tensor([record.step_us for record in records], dtype=torch.float64, device=engine.device)
+    accepted = [0] * (engine.config.draft_tokens + 1)
+    for record in records:
+        for ids, drafts in zip(record.token_ids, record.drafts or [], strict=True):
+            if drafts:
+                accepted[len(ids) - 1] += 1
+    tokens = [sum(map(len, record.token_ids)) / batch_size for record in records]
+    return RoundProfile(context, transport.all_gather_world(own_us).tolist(), tokens, accepted)
 
 
 def prompts_from_text(text_ids: list[int], batch_size: int, num_tokens: int) -> list[list[int]]:

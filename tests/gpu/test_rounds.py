@@ -1,7 +1,8 @@
-"""Rounds on one GPU: operations are launched one by one, and the text is that of captured steps."""
+"""Rounds on one GPU, captured where one launch serves all rows: the text is that of captured steps."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -15,17 +16,21 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 PROMPTS = [(DEMO_CHECKPOINT.parent / "prompt.txt").read_text(encoding="utf-8"), "The road", "It was"]
 
 
+SAMPLED = {"temperature": 0.8, "seed": 3, "frequency_penalty": 0.3}
+
+
 @pytest.mark.parametrize("draft", ["ngram", "self", f"model:{DEMO_CHECKPOINT}"])
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "seed": 3, "frequency_penalty": 0.3}])
-def test_the_text_is_that_of_captured_steps(draft: str, sampling: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("sampling", "num_prompts"), [({}, 1), (SAMPLED, 1), (SAMPLED, 2), (SAMPLED, 3)])
+def test_the_text_is_that_of_captured_steps(draft: str, sampling: dict[str, Any], num_prompts: int) -> None:
+    """Three prompts of four rows are more than one launch serves."""
     how = SamplingConfig(max_new_tokens=40, ignore_eos=True, **sampling)
     with Engine.from_pretrained(dtype="fp32") as engine:
-        expected = engine.generate(PROMPTS, how)
+        expected = engine.generate(PROMPTS[:num_prompts], how)
         assert engine.is_fused
-    with Engine.from_pretrained(dtype="fp32", draft=draft, draft_always=True) as engine:
-        assert engine.generate(PROMPTS, how) == expected
-        assert not engine.is_fused
-        assert any("launched one by one" in notice for notice in engine.notices)
+    with Engine.from_pretrained(dtype="fp32", draft=draft, draft_tokens=3, draft_always=True) as engine:
+        assert engine.generate(PROMPTS[:num_prompts], how) == expected
+        assert engine.is_fused == engine.uses_graph == (num_prompts < 3)
+        assert any("launched one by one" in notice for notice in engine.notices) == (num_prompts == 3)
         assert sum(accepted for step in engine.generation.rounds for _, accepted in step) > 0
 
 
@@ -33,11 +38,12 @@ def test_the_text_is_that_of_captured_steps(draft: str, sampling: dict[str, Any]
 def test_rounds_over_quantised_caches_end_as_they_should(kv_cache: str) -> None:
     """Products of one and of several rows are rounded differently here, which a quantised cache amplifies."""
     how = SamplingConfig(max_new_tokens=150, ignore_eos=True, logprobs=0)
-    for draft in ("ngram", "self"):
+    for draft, count in itertools.product(("ngram", "self"), (1, 3)):
         with Engine.from_pretrained(kv_cache=kv_cache, draft=draft, draft_always=True) as engine:
-            answers = engine.generate(PROMPTS, how)
+            answers = engine.generate(PROMPTS[:count], how)
             assert isinstance(answers, list)
-            assert [len(answer.token_ids) for answer in answers] == [150] * 3
+            assert engine.is_fused == (count == 1)
+            assert [len(answer.token_ids) for answer in answers] == [150] * count
             assert all(accepted < 5 for step in engine.generation.rounds for _, accepted in step)
             logprobs = torch.tensor([[each.logprob for each in answer.logprobs or ()] for answer in answers])
             assert logprobs.isfinite().all()

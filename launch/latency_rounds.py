@@ -1,0 +1,117 @@
+"""Rounds of `launch/latency.py --draft`: time of a round and tokens that it yields, with real or forced acceptance."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.table import Table
+
+from alspec.config import HitRate, LatencyConfig
+from alspec.errors import UserError
+from alspec.launch.terminal.display import StatusLine
+from alspec.launch.terminal.flags import notify
+from alspec.launch.terminal.output import append_rows
+from alspec.launch.terminal.prompts import read_text_ids
+from alspec.models.checkpoint.source import model_name
+from alspec.runtime.decode.rounds.captured_round import CapturedRoundStep
+from alspec.runtime.engine.engine import Engine
+from alspec.runtime.profiling.profile import RoundProfile, cache_tokens, measure_rounds, prepare
+from alspec.runtime.profiling.provenance import provenance
+from alspec.runtime.profiling.stats import spread
+
+__all__ = ["check_rounds", "rounds_table", "sweep_rounds"]
+
+
+def check_rounds(config: LatencyConfig) -> None:
+    """Refuse settings that do not fit rounds, or that only rounds have.
+
+    Raises:
+        UserError: names the flag.
+    """
+    if config.draft == "off":
+        if config.acceptances != ("real",):
+            raise UserError("flags: --acceptances: only drafts are accepted; add --draft, or leave it out")
+        return
+    if config.modes != ("off",):
+        raise UserError(f"flags: --modes: --draft needs off, found {','.join(config.modes)}; leave --modes out")
+    for name, value in (("--trace", config.trace), ("--plot", config.plot), ("--json", config.json_file)):
+        if value is not None:
+            raise UserError(f"flags: {name}: not for rounds; leave it out, or use --draft off")
+
+
+def sweep_rounds(
+    config: LatencyConfig, engine: Engine, contexts: list[int], command: str, status: StatusLine
+) -> list[dict[str, Any]]:
+    """Measure rounds over one cache at each context; returns the rows, which rank 0 also appends to the file."""
+    is_first = engine.placement.rank == 0
+    text_ids = None if config.prompt_file is None else read_text_ids(config.prompt_file, engine)
+    status.show("loading weights")
+    engine.load(config.batch, config.max_context or cache_tokens(contexts[-1], config.steps, config.tokens_of_step))
+    status.clear()
+    notify(engine.take_notices() if is_first else [])
+    step, rows = engine.decode_step, []
+    if config.acceptances != ("real",) and not isinstance(step, CapturedRoundStep):
+        raise UserError("flags: --acceptances: forced shares need the fused kernels, which serve up to 8 rows on GPUs")
+    status.show("preparing")
+    prepare(engine, config.sampling)
+    for acceptance in config.acceptances:
+        if isinstance(step, CapturedRoundStep):
+            step.force_acceptance(None if acceptance == "real" else float(acceptance))
+        for context in contexts:
+            status.show(f"{context} tokens")
+            profile = measure_rounds(engine, context, config.steps, text_ids, config.sampling)
+            rows.append(_row(config, engine, profile, acceptance, command))
+            if is_first:
+                append_rows(config.rows, rows[-1:])
+    status.clear()
+    engine.close()
+    return rows
+
+
+def _row(
+    config: LatencyConfig, engine: Engine, profile: RoundProfile, acceptance: HitRate, command: str
+) -> dict[str, Any]:
+    ranks, us = engine.placement.world_size, profile.slowest_us
+    return {
+        "bench": "decode_round",
+        "impl": "alspec.off",
+        "case": {
+            "shape": model_name(config),
+            "world": ranks,
+            "transport": engine.transport_name if ranks > 1 else None,
+            "cuda_graph": engine.uses_graph,
+            "dtype": engine.dtype_name,
+            "batch": config.batch,
+            "context": profile.context,
+            "text": None if config.prompt_file is None else config.prompt_file.name,
+            "kv_cache": config.kv_cache,
+            "draft": config.draft.rpartition("/")[2],
+            "draft_tokens": config.draft_tokens,
+            **({"recall_blocks": config.speculation.recalled} if config.draft == "self" else {}),
+            "acceptance": acceptance,
+            "always": config.draft_always,
+            "temperature": config.temperature,
+        },
+        "us": {share: round(value, 3) for share, value in spread(us).items()},
+        "tokens_per_round": round(sum(profile.tokens) / len(profile.tokens), 4),
+        "accepted": profile.accepted,
+        "tokens_per_s": round(config.batch * sum(profile.tokens) / sum(us) * 1e6, 2),
+        **provenance(ranks if engine.device.type == "cuda" else 0, command),
+    }
+
+
+def rounds_table(rows: list[dict[str, Any]]) -> Table:
+    """A line for each row."""
+    case = rows[0]["case"]
+    drafts = f"{case['draft']}, K {case['draft_tokens']}"
+    title = f"{case['shape']}, {case['world']} rank(s), batch {case['batch']}, {drafts}"
+    table = Table(title=title, caption="a forced acceptance takes drafts whatever they are")
+    for name in ("context", "cache", "acceptance", "ms/round p50", "p20", "p80", "tokens/round", "tokens/s"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        case, us = row["case"], row["us"]
+        forced = "real" if case["acceptance"] == "real" else f"{case['acceptance']:g} forced"
+        times = [f"{us[name] / 1e3:.3f}" for name in ("p50", "p20", "p80")]
+        made = f"{row['tokens_per_round']:.2f}", f"{row['tokens_per_s']:.1f}"
+        table.add_row(str(case["context"]), case["kv_cache"], forced, *times, *made)
+    return table
