@@ -17,7 +17,7 @@ from alspec.predictor import first_lossy_length
 from alspec.runtime.cache.codecs import Cache, check_head_dim, new_cache
 from alspec.runtime.decode.decode_step import DecodeStep
 from alspec.runtime.decode.hooks import OperationHook
-from alspec.runtime.decode.rounds.draft_policy import DraftPolicy
+from alspec.runtime.decode.rounds.draft_policy import FUSED_COST, FUSED_ROW_COST, DraftPolicy, round_cost
 from alspec.runtime.decode.rounds.drafter import Drafter
 from alspec.runtime.decode.rounds.model_drafter import ModelDrafter
 from alspec.runtime.decode.rounds.ngram_drafter import NgramDrafter
@@ -144,7 +144,7 @@ class Drafting:
         if self.choices.has_fused_step and serves_rows(cache.batch_size, self.num_rows, self.target, tp_size):
             return build_captured_rounds(
                 model, cache, transport, peer_memory, self.choices.uses_graph, operation, self.config, policy,
-                self._cost, self.model, own,
+                self._fused_round_cost, self.model, own,
             )  # fmt: skip
         chunk_size, recalled = self.config.speculation.chunk_size, self._recalled
         forward = RowForward(model, cache, transport, chunk_size, operation, recalled)
@@ -185,6 +185,15 @@ class Drafting:
 
     def _full_bytes(self, seq_lens: list[int]) -> int:
         return self._step_bytes(self.target, seq_lens, self.config.kv_cache, self.config.kv_protect)
+
+    def _fused_round_cost(self, seq_lens: list[int]) -> float:
+        """Estimated time of a round over the fused kernels at these lengths, relative to a plain step.
+
+        Over a quantised cache attention is bound by instructions, so that each further row costs as much as the first.
+        """
+        is_quantised, weights = self.config.kv_cache != "bf16", self._full_bytes([1] * len(seq_lens))
+        attention = 1.0 - weights / self._full_bytes(seq_lens) if is_quantised else 0.0
+        return round_cost(self.config.draft_tokens, self._cost(seq_lens), FUSED_ROW_COST + attention, FUSED_COST)
 
     def _self_cost(self, seq_lens: list[int]) -> float:
         speculation = self.config.speculation

@@ -91,7 +91,7 @@ def build_captured_rounds(
     operation: OperationHook,
     config: EngineConfig,
     policy: DraftPolicy,
-    cost: Callable[[list[int]], float],
+    round_cost: Callable[[list[int]], float],
     draft_model: Llama | None = None,
     draft_cache: Cache | None = None,
 ) -> CapturedRoundStep:
@@ -99,7 +99,7 @@ def build_captured_rounds(
 
     Args:
         config: draft, draft_tokens, and what `self` drafts read (speculation).
-        cost: (lengths) -> time of one draft relative to a plain step.
+        round_cost: (lengths) -> time of a round with drafts, relative to a plain step.
         draft_model, draft_cache: of `--draft model:DIR`.
     """
     batch_size, device, num_rows = cache.batch_size, transport.device, config.draft_tokens + 1
@@ -129,7 +129,7 @@ def build_captured_rounds(
         catch_up = _catch_up(draft_model, draft_cache, transport, model.config.vocab_size, chunk_size, operation)
     return CapturedRoundStep(
         RoundState.allocate(batch_size, cache.max_context, config.draft_tokens, device), plain, kind(num_rows, drafter),
-        policy, cost, cache.max_context, uses_graph, operation, catch_up,
+        policy, round_cost, cache.max_context, uses_graph, operation, catch_up,
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ Shapes: B requests, K drafts, W = K + 1 rows of each request, V vocabulary.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -30,7 +31,7 @@ from alspec.runtime.decode.captured_choice import CapturedChoice, ChoiceKinds
 from alspec.runtime.decode.decode_step import StepRecord
 from alspec.runtime.decode.hooks import OperationHook, no_hook
 from alspec.runtime.decode.rounds.device_drafters import DeviceDrafter
-from alspec.runtime.decode.rounds.draft_policy import DraftPolicy, round_cost
+from alspec.runtime.decode.rounds.draft_policy import DraftPolicy
 from alspec.runtime.decode.rounds.row_decoder import RowDecoder
 from alspec.runtime.decode.step_ring import StepRing
 
@@ -52,7 +53,7 @@ class CapturedRoundStep:
 
     Args:
         plain, drafting: the two kinds of round. They share the state and the cache.
-        cost: (lengths) -> time of one draft relative to a plain step.
+        round_cost: (lengths) -> time of a round with drafts, relative to a plain step.
         catch_up_draft: gives a draft model's cache the texts up to the newest tokens; None without one.
     """
 
@@ -64,7 +65,7 @@ class CapturedRoundStep:
         plain: RoundKind,
         drafting: RoundKind,
         policy: DraftPolicy,
-        cost: Callable[[list[int]], float],
+        round_cost: Callable[[list[int]], float],
         capacity: int,
         uses_graph: bool,
         operation: OperationHook,
@@ -73,7 +74,7 @@ class CapturedRoundStep:
         """Create the step; `prepare` captures it. capacity: tokens that the cache holds of each request."""
         self.uses_graph = uses_graph
         self._state, self._plain, self._drafting = state, plain, drafting
-        self._policy, self._draft_cost, self._capacity = policy, cost, capacity
+        self._policy, self._round_cost, self._capacity = policy, round_cost, capacity
         self._operation, self._catch_up_draft = operation, catch_up_draft
         decoder = plain.decoder
         self._config, self._exchange = decoder.config, decoder.exchange
@@ -88,11 +89,13 @@ class CapturedRoundStep:
         self._prompt_attention: DecodeAttention | None = None
         if self._recall is not None:
             self.prompt_queries, self._prompt_attention = self._prompt_buffers(self._recall)
-        self._begun = self._launched = int(state.number) - 1
+        self._begun = self._taken = self._launched = int(state.number) - 1
+        self._flying: deque[RoundKind] = deque()  # rounds that are launched and not read
         self._begun_s, self._last_clock_ns = 0.0, 0
-        self._seq_lens: list[int] = []  # cached tokens of each request, and the newest one
+        self._seq_lens: list[int] = []  # cached tokens of each request, and the newest one, as far as rounds are read
         self._live: list[bool] = []  # the flags that the device has
-        self._held: Tensor | None = None  # tokens that a draft model's cache holds; None: not known
+        self._held: list[int] | None = None  # tokens that a draft model's cache holds, at least; None: not known
+        self._plain_since_draft = 0  # plain steps launched since the last round with drafts
 
     def _prompt_buffers(self, recall: RecallState) -> tuple[Tensor, DecodeAttention]:
         """Room for the prompts' last queries, and the attention by which they choose the first recall lists."""
@@ -109,7 +112,7 @@ class CapturedRoundStep:
 
     @property
     def launched(self) -> int:
-        """Number of rounds launched so far: the host waits for each. See `DecodeStep.launched`."""
+        """Number of rounds launched so far. See `DecodeStep.launched`."""
         return self._launched
 
     @property
@@ -210,31 +213,49 @@ class CapturedRoundStep:
                 choice.begin(seen)
         self._policy.begin()
         self._seq_lens, self._held = list(seq_lens), None
-        self._begun = self._launched = int(state.number) - 1
+        # Rounds of the previous generation that were launched ahead are not read.
+        self._flying.clear()
+        self._begun = self._taken = self._launched = int(state.number) - 1
         self._begun_s, self._last_clock_ns = time.perf_counter(), 0
 
     def step(self, remaining: int, live: list[bool] | None = None) -> StepRecord:
-        """Run one round and read it; a request that has ended keeps its text. See `DecodeStep.step`."""
+        """Read the oldest round in flight; one more stays in flight if it is surely needed. See `DecodeStep.step`."""
         live = live or [True] * self._batch_size
         self._set_live(live)
-        cost = round_cost(self._num_drafts, self._draft_cost(self._seq_lens))
-        width = self._room(remaining, live)
-        kind = self._drafting if width and self._policy.drafts(width, cost) else self._plain
-        if kind is self._drafting and self._catch_up_draft is not None:
-            self._catch_up(self._catch_up_draft)
-        self._replay(kind)
-        name = f"rank {self._exchange.rank}: round {self._launched - self._begun}"
-        clock_ns, fault, *row = self._ring.read(self._launched, name)
+        # The round that is read yields this many tokens at most: if more are needed, so is another round.
+        depth = 2 if remaining > self._num_drafts + 1 else 1
+        while self._launched < self._taken + depth:
+            kind = self._next_kind(remaining, live)
+            if kind is self._drafting and self._lacks_text():
+                if self._flying:
+                    break  # the draft model's cache is completed from the host, which first reads the round in flight
+                self._catch_up()
+            self._replay(kind)
+        kind = self._flying.popleft()
+        self._taken += 1
+        name = f"rank {self._exchange.rank}: round {self._taken - self._begun}"
+        clock_ns, fault, *row = self._ring.read(self._taken, name)
         emitted, offered = self._parse(row)
         counts = [len(ids) if is_live else 0 for ids, is_live in zip(emitted, live, strict=True)]
         if any(offered):
-            self._policy.record(sum(counts) / sum(count > 0 for count in counts), cost)
+            self._policy.record(sum(counts) / sum(count > 0 for count in counts), self._cost())
         self._seq_lens = [length + count for length, count in zip(self._seq_lens, counts, strict=True)]
+        if kind is self._drafting:
+            self._held = [length - 2 for length in self._seq_lens]
         # The first round has no predecessor on the device's clock: it is timed by the host.
         first_us = (time.perf_counter() - self._begun_s) * 1e6
         step_us = (clock_ns - self._last_clock_ns) / 1e3 if self._last_clock_ns else first_us
         self._last_clock_ns = clock_ns
         return StepRecord(emitted, None, step_us, fault, self._read_logprobs(kind, emitted), offered)
+
+    def _next_kind(self, remaining: int, live: list[bool]) -> RoundKind:
+        """What kind of round is launched next: decided by what the rounds that were read have told."""
+        room = self._room(remaining, live)
+        return self._drafting if room and self._policy.drafts(room, self._cost()) else self._plain
+
+    def _cost(self) -> float:
+        """Estimated time of a round with drafts, relative to a plain step."""
+        return self._round_cost(self._seq_lens)
 
     def _set_live(self, live: list[bool]) -> None:
         if live != self._live:
@@ -251,13 +272,16 @@ class CapturedRoundStep:
             room = max(room, own if is_live else 0)
         return room
 
-    def _catch_up(self, catch_up_draft: Callable[[RoundState, Tensor], None]) -> None:
-        """Give the draft model's cache what it lacks: it may lack the newest two tokens, which its first step feeds."""
-        lengths = torch.tensor(self._seq_lens, device=self._device)
-        if self._held is None or bool((self._held < lengths - 2).any()):
-            held = torch.zeros_like(lengths) if self._held is None else self._held
-            catch_up_draft(self._state, held)
-        self._held = lengths - 1
+    def _lacks_text(self) -> bool:
+        """Whether a draft model's cache lacks more than the newest two tokens, which its first step feeds."""
+        return self._catch_up_draft is not None and (self._held is None or self._plain_since_draft > 1)
+
+    def _catch_up(self) -> None:
+        """Give the draft model's cache what it lacks. No round is in flight."""
+        assert self._catch_up_draft is not None
+        held = self._held or [0] * self._batch_size
+        self._catch_up_draft(self._state, torch.tensor(held, device=self._device))
+        self._held = [length - 1 for length in self._seq_lens]
 
     def _parse(self, row: list[int]) -> tuple[list[list[int]], list[int]]:
         """Emitted tokens and numbers of drafts of each request, from the ring."""
@@ -270,7 +294,7 @@ class CapturedRoundStep:
 
     def _read_logprobs(self, kind: RoundKind, emitted: list[list[int]]) -> Logprobs | None:
         assert kind.choice is not None
-        found, rows = kind.choice.read_logprobs(self._launched % len(self._ring.stamps)), kind.decoder.rows
+        found, rows = kind.choice.read_logprobs(self._taken % len(self._ring.stamps)), kind.decoder.rows
         if found is None:
             return None
         places = [request * rows + row for request, ids in enumerate(emitted) for row in range(len(ids))]
@@ -288,11 +312,16 @@ class CapturedRoundStep:
             self._prepared = False  # an incomplete round leaves counts in the sampler's tables
             raise
         self._launched += 1
+        self._flying.append(kind)
+        self._plain_since_draft = 0 if kind is self._drafting else self._plain_since_draft + 1
 
     def catch_up(self, launched: int) -> None:
-        """Launch the rounds that other ranks have launched: each needs all ranks. See `DecodeStep.catch_up`."""
+        """Launch the rounds that other ranks have launched: each needs all ranks. See `DecodeStep.catch_up`.
+
+        All ranks decide alike on the kind of a round, and this generation ends with it.
+        """
         while self._plain.graph is not None and self._launched < launched:
-            self._replay(self._plain)
+            self._replay(self._next_kind(self._num_drafts + 2, self._live))
 
     def release(self) -> None:
         """Wait for the device, then destroy the graphs. See `DecodeStep.release`."""

@@ -14,9 +14,11 @@ from __future__ import annotations
 
 from collections import deque
 
-__all__ = ["ROW_COST", "DraftPolicy", "round_cost"]
+__all__ = ["FUSED_COST", "FUSED_ROW_COST", "ROW_COST", "DraftPolicy", "round_cost"]
 
 ROW_COST = 0.05  # of each row beyond the first, relative to a plain step: products read the weights once for all rows
+# The same for the fused kernels: they read weights a little slower for several rows than for one, however many.
+FUSED_COST, FUSED_ROW_COST = 0.13, 0.02
 WINDOW_ROUNDS = 16  # rounds that the mean is over
 PROBE_ROUNDS = 4  # rounds of a probe
 RESUME_MARGIN = 1.05  # a probe must pay by this factor
@@ -24,13 +26,13 @@ FIRST_PAUSE_STEPS = 32  # plain steps before the first probe
 LONGEST_PAUSE_STEPS = 256  # pauses double up to this
 
 
-def round_cost(num_drafts: int, draft_cost: float, row_cost: float = ROW_COST) -> float:
-    """Time of a round relative to a plain step: `1 + K (row cost + draft cost)`.
+def round_cost(num_drafts: int, draft_cost: float, row_cost: float = ROW_COST, first_cost: float = 0.0) -> float:
+    """Time of a round relative to a plain step: `1 + first cost + K (row cost + draft cost)`.
 
     Args:
-        num_drafts: K.  draft_cost: of one draft, relative to a plain step.
+        num_drafts: K.  draft_cost: of one draft, relative to a plain step.  first_cost: of having several rows at all.
     """
-    return 1.0 + num_drafts * (row_cost + draft_cost)
+    return 1.0 + first_cost + num_drafts * (row_cost + draft_cost)
 
 
 class DraftPolicy:

@@ -75,11 +75,14 @@ def test_a_draft_model(turbo_folder: Path, make_prompt: Any, codec: str) -> None
         engine.load(1, 80)
         put_captured(engine)
         step = engine.decode_step
+        assert isinstance(step, CapturedRoundStep)
+        catch_up = step._catch_up_draft = mock.Mock(wraps=step._catch_up_draft)
         decisions = iter([True, False, False, False, True, True, True, True, True, True, True])
         with mock.patch.object(step, "_policy", mock.Mock(drafts=lambda *_: next(decisions))):
             assert generated(engine, prompts, sampling) == expected
         drafted = [counts for ((counts, accepted),) in engine.generation.rounds if counts and counts == accepted]
         assert len(drafted) >= 2 if codec == "bf16" else drafted
+        assert catch_up.call_count == 2  # at the prompt, and behind several plain steps
 
 
 def test_a_forced_share_of_drafts_is_accepted(turbo_folder: Path, make_prompt: Any) -> None:
