@@ -22,6 +22,7 @@ from quality_tables import (
 from readme_tables import attention_at_a_glance, speculation_at_a_glance, steps_at_a_glance
 from recall_tables import recall, short_costs, short_hits
 from result_rows import HERE, PARTS, provenance, read, table
+from round_table import against_plain, rounds
 from shape_table import shapes
 from speculation_tables import short_speculation, speculation
 from turn_table import turns
@@ -62,7 +63,11 @@ def main() -> None:
         quantised=short_quantised(),
     )
     write_between(HERE.parent / "recall.md", recall_hits=short_hits(), recall_costs=short_costs())
-    write_between(HERE.parent / "drafts.md", drafts=accepted(read("drafts.jsonl")))
+    write_between(
+        HERE.parent / "drafts.md",
+        drafts=accepted(read("drafts.jsonl")),
+        rounds=against_plain(read("decode_rounds.jsonl")),
+    )
     ablations = read("quality_ablations.jsonl")
     sections = [
         *(part for gpu in GPUS for part in whole_steps(*gpu)),
@@ -77,6 +82,7 @@ def main() -> None:
         speculation(),
         *recall(),
         drafts(read("drafts.jsonl")),
+        rounds(read("decode_rounds.jsonl")),
         codecs("Demo checkpoint over caches", read("quality_codecs.jsonl")),
         over_contexts(read("quality_codecs.jsonl")),
         needles(read("quality_codecs.jsonl")),

@@ -1,8 +1,8 @@
 """One rank that decodes by rounds; started with torchrun's variables.
 
 Run as `round_worker.py FOLDER`: reads FOLDER/spec.json, writes FOLDER/rank{RANK}.json with the tokens and the rounds of
-each case. A case runs twice in one engine, the second time with longer prompts. Between the two, rank 1 forgets what
-the cache of its draft model holds, as after an interrupt.
+each case. With `is_captured`, rounds run over the fused kernels. A case runs twice in one engine, the second time with
+longer prompts. Between the two, rank 1 forgets what the cache of its draft model holds, as after an interrupt.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from round_cases import put_captured
 
 from alspec.config import SamplingConfig
 from alspec.runtime.decode.rounds.model_drafter import ModelDrafter
@@ -26,6 +29,9 @@ def main(folder: Path) -> None:
     found: dict[str, Any] = {}
     for name, options in spec["cases"].items():
         engine = Engine.from_pretrained(spec["model"], transport="gloo", dtype="fp32", max_context=300, **options)
+        if spec["is_captured"] and "draft" in options:
+            engine.load(len(spec["prompts"]), 300)
+            put_captured(engine)
         found[name] = []
         for prompts in (spec["prompts"], [[*ids, 5, 9, 30] for ids in spec["prompts"]]):
             step = engine.decode_step
