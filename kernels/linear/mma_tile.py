@@ -1,13 +1,14 @@
-"""MMA tiles of the decode projections for 2 to 8 requests: 16 whole weight rows to a program, on tensor cores.
+"""MMA tiles of the decode projections for 2 to 16 requests: 16 whole weight rows to a program, on tensor cores.
 
-The instruction (mma.m16n8k16) multiplies A [16 rows, 16 inputs] by B [16 inputs, 8 requests]. The order of the inputs
+The instruction (mma.m16n8k16) multiplies A [16 rows, 16 inputs] by B [16 inputs, 8 requests]. More than 8 requests are
+two *halves*: each weight that is loaded is multiplied by one after the other. The order of the inputs
 does not matter if A and B agree. So lane `4 g + t` reads 16 bytes at once, inputs 8 t to 8 t + 7 of 32: of weight rows
 g and g + 8, and of request g. Without any shuffle these registers are its operands of two instructions. The 32 inputs
 of two instructions are a *k-block*.
 
 A row is read in *slices*. In a slice each warp has its own `STEPS` k-blocks; the sums of the warps are added up at the
 end of the row. A program loads its first slice before it waits for the previous kernel. It loads each further slice
-while it uses the previous slice, also across tiles. A request's result has the same bits with 2 requests and with 8.
+while it uses the previous slice, also across tiles. A request's result has the same bits with 2 requests and with 16.
 
 As in kernels/attention/decode_quantised/lanes.py, tensors [W, 32] have a warp in each row and a lane in each column.
 They are loaded by inline assembly, because the compiler would choose another layout for a load.
@@ -267,24 +268,46 @@ def _add_six(a, b, c, d, s, t, e, f, g, h, u, v):
     return a + e, b + f, c + g, d + h, s + u, t + v
 
 
+@triton.constexpr_function
+def _halves(num_requests):
+    return 2 if num_requests > 8 else 1
+
+
 @triton.jit
 def _add_slice(
-    even, odd, words, x_ptr, request, slice_index, addresses, has_next, LOADS: tl.constexpr, K: tl.constexpr,
+    sums, words, x_ptr, slice_index, addresses, has_next, LOADS: tl.constexpr, B: tl.constexpr, K: tl.constexpr,
     W: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Add a slice's products to two chains of sums. With LOADS, also load the slice at `addresses` if `has_next`."""
+    """Add a slice's products to two chains of sums. With LOADS, also load the slice at `addresses` if `has_next`.
+
+    Args:
+        sums: of each half four sums for even k-blocks, then four for odd ones.
+    """
     BF16: tl.constexpr = x_ptr.dtype.element_ty == tl.bfloat16
+    HALVES: tl.constexpr = _halves(B)
     next_words = ()
-    inputs = _load_slice_inputs(x_ptr, request, slice_index, K, W, STEPS)
-    for k_block in tl.static_range(STEPS):
-        operands, x = _k_block_words(words, k_block, 8), _k_block_words(inputs, k_block, 4)
-        if k_block % 2 == 0:
-            even = _add_mma(even, operands, x, BF16)
-        else:
-            odd = _add_mma(odd, operands, x, BF16)
-        # The registers of this k-block are free now: load the same k-block of the next slice.
-        next_words = next_words + (_load_k_block(addresses, has_next, k_block, K, W, STEPS) if LOADS else operands)
-    return even, odd, next_words
+    for half in tl.static_range(HALVES):
+        request = tl.minimum(tl.arange(0, 32)[None, :] // 4 + 8 * half, B - 1)
+        inputs = _load_slice_inputs(x_ptr, request, slice_index, K, W, STEPS)
+        for k_block in tl.static_range(STEPS):
+            operands, x = _k_block_words(words, k_block, 8), _k_block_words(inputs, k_block, 4)
+            added = _add_mma(_k_block_words(sums, 2 * half + k_block % 2, 4), operands, x, BF16)
+            sums = _replaced(sums, added, 2 * half + k_block % 2, 2 * HALVES)
+            if half == HALVES - 1:
+                # The registers of this k-block are free now: load the same k-block of the next slice.
+                next_words = next_words + (
+                    _load_k_block(addresses, has_next, k_block, K, W, STEPS) if LOADS else operands
+                )
+    return sums, next_words
+
+
+@triton.jit
+def _replaced(sums, four, index: tl.constexpr, N: tl.constexpr):
+    """Sums, four by four, N times; the four at `index` are replaced."""
+    x = ()
+    for i in tl.static_range(N):
+        x = x + (four if i == index else _k_block_words(sums, i, 4))
+    return x
 
 
 @triton.jit
@@ -292,36 +315,50 @@ def products(
     words, x_ptr, squares_ptr, eps, w_ptr, row, next_row, last_row, has_next, STRIDE: tl.constexpr, B: tl.constexpr,
     K: tl.constexpr, S: tl.constexpr, W: tl.constexpr, STEPS: tl.constexpr, LOOP: tl.constexpr,
 ):  # fmt: skip
-    """Multiply 16 rows by up to 8 requests.
+    """Multiply 16 rows by up to 16 requests.
 
     Args:
         words: the first slice of the rows, from `load_rows`.  x_ptr: [B, K].  row, last_row: as there.
         squares_ptr: [B, S] fp32, to normalise the products, or None.
         next_row: the row whose first slice is loaded meanwhile, with LOOP and if `has_next`.
     Returns:
-        Four [32] fp32, by lane `4 g + t`: row `row + g` for requests 2 t and 2 t + 1, then row `row + g + STRIDE`;
-        undefined for requests from B on. Then the first slice of the next rows.
+        Of each half four [32] fp32, by lane `4 g + t`: row `row + g` for requests 2 t and 2 t + 1 of the half, then row
+        `row + g + STRIDE`; undefined for requests from B on. Then the first slice of the next rows.
     """
     SLICES: tl.constexpr = _num_slices(K, W, STEPS)
+    HALVES: tl.constexpr = _halves(B)
     zero = tl.zeros([W, 32], tl.float32)
-    even, odd = (zero, zero, zero, zero), (zero, zero, zero, zero)
-    request = tl.minimum(tl.arange(0, 32)[None, :] // 4, B - 1)
+    sums = (zero, zero, zero, zero, zero, zero, zero, zero)
+    if HALVES == 2:
+        sums = sums + sums
     for slice_index in range(SLICES - 1):
         addresses = _row_addresses(w_ptr, row, last_row, slice_index + 1, STRIDE, K, W, STEPS)
-        even, odd, words = _add_slice(even, odd, words, x_ptr, request, slice_index, addresses, None, True, K, W, STEPS)
+        sums, words = _add_slice(sums, words, x_ptr, slice_index, addresses, None, True, B, K, W, STEPS)
+    squares = ()
     if squares_ptr is not None:
         # Do not load the squares earlier: the loads of the inputs would queue behind them.
-        column = tl.arange(0, 32)[None, :] % 4 * 2
-        squares = _load_squares(squares_ptr, column, B, S, W), _load_squares(squares_ptr, column + 1, B, S, W)
+        for half in tl.static_range(HALVES):
+            column = tl.arange(0, 32)[None, :] % 4 * 2 + 8 * half
+            first, second = _load_squares(squares_ptr, column, B, S, W), _load_squares(squares_ptr, column + 1, B, S, W)
+            squares = squares + (first, second)  # noqa: RUF005
     addresses = _row_addresses(w_ptr, next_row, last_row, 0, STRIDE, K, W, STEPS)
-    even, odd, words = _add_slice(even, odd, words, x_ptr, request, SLICES - 1, addresses, has_next, LOOP, K, W, STEPS)
+    sums, words = _add_slice(sums, words, x_ptr, SLICES - 1, addresses, has_next, LOOP, B, K, W, STEPS)
+    results = ()
+    for half in tl.static_range(HALVES):
+        results = results + _reduce_warps(_k_block_words(sums, half, 8), squares, half, eps, K)
+    return results, words
+
+
+@triton.jit
+def _reduce_warps(chains, squares, half: tl.constexpr, eps, K: tl.constexpr):
+    """Add up a half's chains of sums of all warps; with `squares` of its two requests, normalise them."""
+    sums = (chains[0] + chains[4], chains[1] + chains[5], chains[2] + chains[6], chains[3] + chains[7])
     # One reduction over the warps for all values, because each reduction needs barriers.
-    sums = (even[0] + odd[0], even[1] + odd[1], even[2] + odd[2], even[3] + odd[3])
-    if squares_ptr is None:
+    if len(squares) == 0:
         sums = tl.reduce(sums, 0, _add_four)
     else:
-        squares = _sum_over_rows(squares[0]), _sum_over_rows(squares[1])
+        squares = _sum_over_rows(squares[2 * half]), _sum_over_rows(squares[2 * half + 1])
         x = tl.reduce(sums + squares, 0, _add_six)
         rstd_0, rstd_1 = rstd(x[4] / K, eps), rstd(x[5] / K, eps)
         sums = (x[0] * rstd_0, x[1] * rstd_1, x[2] * rstd_0, x[3] * rstd_1)
-    return sums, words
+    return sums

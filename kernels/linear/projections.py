@@ -213,19 +213,21 @@ def _qkv_rope_append_kernel(
                 w, x_ptr, squares_ptr, eps, w_ptr, first_row, next_row, NUM_TILES * 2 * PAIRS - 1,
                 next_tile < NUM_TILES, D // 2, B, K, S, WARPS, STEPS, LOOP,
             )  # fmt: skip
-            for i in tl.static_range(2):
-                first, second = _add_bias(sums[i], sums[i + 2], bias_ptr, first_row + row_of_lane, D // 2)
+            for i in tl.static_range(len(sums) // 2):
+                own = request + (i // 2 * 8 + i % 2)
+                first, second = _add_bias(
+                    sums[i // 2 * 4 + i % 2], sums[i // 2 * 4 + i % 2 + 2], bias_ptr, first_row + row_of_lane, D // 2
+                )  # fmt: skip
                 if raw_ptr is not None:
                     _store_raw(
-                        first, second, request + i, first_row + row_of_lane, raw_ptr, (HQ + 2 * HKV) * D, D // 2,
-                        request + i < B,
+                        first, second, own, first_row + row_of_lane, raw_ptr, (HQ + 2 * HKV) * D, D // 2, own < B
                     )  # fmt: skip
                 else:
-                    scale = load_tail_scale(tail_scale_ptr, request + i, tile, HQ, HKV, TILES, ROWS, request + i < B)
+                    scale = load_tail_scale(tail_scale_ptr, own, tile, HQ, HKV, TILES, ROWS, own < B)
                     store_qkv(
-                        first, second, request + i, tile, tile % TILES * PAIRS + row_of_lane, rope_ptr,
-                        seq_lens_ptr, q_ptr, k_ptr, v_ptr, tail_ptr, scale, inbox_ptr, epoch_ptr, capacity, K, HQ, HKV,
-                        D, PAIRS, RING, ROWS, request + i < B,
+                        first, second, own, tile, tile % TILES * PAIRS + row_of_lane, rope_ptr, seq_lens_ptr, q_ptr,
+                        k_ptr, v_ptr, tail_ptr, scale, inbox_ptr, epoch_ptr, capacity, K, HQ, HKV, D, PAIRS, RING, ROWS,
+                        own < B,
                     )  # fmt: skip
             tile = next_tile
             first_row = next_row
@@ -448,10 +450,13 @@ def _gate_up_silu_kernel(
                 w, x_ptr, squares_ptr, eps, w_ptr, tile * ROWS, next_tile * ROWS, 2 * I - 1, next_tile * ROWS < I, I,
                 B, K, S, WARPS, STEPS, LOOP,
             )  # fmt: skip
-            for i in tl.static_range(2):
-                ptrs = out_ptr + (request + i) * I + tile * ROWS + row_of_lane
-                gate, up = _add_bias(sums[i], sums[i + 2], bias_ptr, tile * ROWS + row_of_lane, I)
-                _store_silu(gate, up, ptrs, request + i < B)
+            for i in tl.static_range(len(sums) // 2):
+                own = request + (i // 2 * 8 + i % 2)
+                ptrs = out_ptr + own * I + tile * ROWS + row_of_lane
+                gate, up = _add_bias(
+                    sums[i // 2 * 4 + i % 2], sums[i // 2 * 4 + i % 2 + 2], bias_ptr, tile * ROWS + row_of_lane, I
+                )  # fmt: skip
+                _store_silu(gate, up, ptrs, own < B)
             tile = next_tile
     elif KP < K:
         while tile * ROWS < I:

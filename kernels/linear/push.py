@@ -140,8 +140,8 @@ def _push_partial_kernel(
                 w, x_ptr, squares_ptr, eps, w_ptr, first, next_first, num_rows - 1, next_first < num_rows, 8,
                 B, K, S, WARPS, STEPS, LOOP,
             )  # fmt: skip
-            for i in tl.static_range(4):
-                row, lane_request = first + row_of_lane + i // 2 * 8, request + i % 2
+            for i in tl.static_range(len(sums)):
+                row, lane_request = first + row_of_lane + i % 4 // 2 * 8, request + (i // 4 * 8 + i % 2)
                 y = _add_row_bias(sums[i], bias_ptr, row, num_rows)
                 _push_sums(
                     y, row, lane_request, (row < num_rows) & (lane_request < B), out_ptr, bases, epoch, fault,

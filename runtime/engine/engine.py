@@ -19,7 +19,7 @@ from torch import Tensor
 
 from alspec.config import EngineConfig, SamplingConfig, check_softmax, validate
 from alspec.errors import UserError
-from alspec.kernels.common.limits import MAX_BATCH
+from alspec.kernels.common.limits import MAX_BATCH, MAX_ROWS
 from alspec.kernels.kv_codec.formats import rotates_values
 from alspec.kernels.kv_codec.turboquant.rotation import rotation
 from alspec.kernels.sampling.adjustment import tokens_seen
@@ -215,10 +215,11 @@ class Engine:
             self._weights_bytes = memory.weights_bytes
         self.cache = build_cache(self._choices, self.config, config, batch_size, max_context)
         self._kept = KeptPrefix(self.cache, self.mode == "off" or self.config.speculation.threshold == 0.0)
-        rows = batch_size if self._drafting is None else batch_size * self._drafting.num_rows
-        name = "requests" if self._drafting is None else "rows of a round"
-        notice = f"{rows} {name}: operations are launched one by one; captured steps serve up to {MAX_BATCH}"
-        if self._choices.has_fused_step and rows > MAX_BATCH and notice not in self.notices:
+        rows, most, name = batch_size, MAX_BATCH, "requests"
+        if self._drafting is not None:
+            rows, most, name = batch_size * self._drafting.num_rows, MAX_ROWS, "rows of a round"
+        notice = f"{rows} {name}: operations are launched one by one; captured steps serve up to {most}"
+        if self._choices.has_fused_step and rows > most and notice not in self.notices:
             self.notices.append(notice)
         parts = self.model, self.cache, self.connected()
         if self._drafting is not None:

@@ -13,7 +13,7 @@ from alspec.kernels.attention.decode.lean_decode import MAX_COLUMNS
 from alspec.kernels.attention.dispatch import attend_recall_parts
 from alspec.kernels.attention.recall import RecallState
 from alspec.kernels.comm.exchange import Exchange, LogitExchange
-from alspec.kernels.common.limits import MAX_BATCH
+from alspec.kernels.common.limits import MAX_ROWS
 from alspec.kernels.rounds.round_state import RoundRowBuffers, RoundState
 from alspec.models.llama import Llama
 from alspec.models.llama_config import LlamaConfig
@@ -37,7 +37,7 @@ __all__ = ["build_captured_rounds", "serves_rows"]
 def serves_rows(batch_size: int, rows: int, config: LlamaConfig, tp_size: int) -> bool:
     """Whether the fused kernels serve a round of so many rows of each request."""
     heads, kv_heads = config.local_heads(tp_size)
-    return batch_size * rows <= MAX_BATCH and rows * (heads // kv_heads) <= MAX_COLUMNS
+    return batch_size * rows <= MAX_ROWS and rows * (heads // kv_heads) <= MAX_COLUMNS
 
 
 class _Parts:

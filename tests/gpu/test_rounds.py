@@ -20,14 +20,14 @@ SAMPLED = {"temperature": 0.8, "seed": 3, "frequency_penalty": 0.3}
 
 
 @pytest.mark.parametrize("draft", ["ngram", "self", f"model:{DEMO_CHECKPOINT}"])
-@pytest.mark.parametrize(("sampling", "num_prompts"), [({}, 1), (SAMPLED, 1), (SAMPLED, 2), (SAMPLED, 3)])
+@pytest.mark.parametrize(("sampling", "num_prompts"), [({}, 1), (SAMPLED, 2), (SAMPLED, 3)])
 def test_the_text_is_that_of_captured_steps(draft: str, sampling: dict[str, Any], num_prompts: int) -> None:
-    """Three prompts of four rows are more than one launch serves."""
+    """Three prompts of six rows are more than one launch serves."""
     how = SamplingConfig(max_new_tokens=40, ignore_eos=True, **sampling)
     with Engine.from_pretrained(dtype="fp32") as engine:
         expected = engine.generate(PROMPTS[:num_prompts], how)
         assert engine.is_fused
-    with Engine.from_pretrained(dtype="fp32", draft=draft, draft_tokens=3, draft_always=True) as engine:
+    with Engine.from_pretrained(dtype="fp32", draft=draft, draft_tokens=5, draft_always=True) as engine:
         assert engine.generate(PROMPTS[:num_prompts], how) == expected
         assert engine.is_fused == engine.uses_graph == (num_prompts < 3)
         assert any("launched one by one" in notice for notice in engine.notices) == (num_prompts == 3)

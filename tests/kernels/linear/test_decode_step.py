@@ -95,7 +95,7 @@ def test_the_embedding_gives_x_its_norm_and_the_angles(
 
 
 # batch, hidden, num_qo_heads, num_kv_heads, head_dim
-QKV_SHAPES = [(1, 256, 4, 1, 32), (3, 96, 3, 3, 16), (8, 200, 8, 2, 48), (2, 4096, 4, 2, 64)]
+QKV_SHAPES = [(1, 256, 4, 1, 32), (3, 96, 3, 3, 16), (8, 200, 8, 2, 48), (2, 4096, 4, 2, 64), (13, 104, 3, 3, 16)]
 KEPT_QKV = [(shape, DTYPES[(index + 1) // 2 % 2]) for index, shape in enumerate(QKV_SHAPES)]
 
 
@@ -140,7 +140,7 @@ def test_a_tail_of_another_shape_is_refused(device: torch.device, monkeypatch: p
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("batch", "hidden", "intermediate"), [(1, 256, 96), (8, 72, 40), (2, 4096, 6)])
+@pytest.mark.parametrize(("batch", "hidden", "intermediate"), [(1, 256, 96), (8, 72, 40), (2, 4096, 6), (15, 72, 40)])
 def test_gate_up_silu_matches_the_oracle(
     device: torch.device, dtype: torch.dtype, batch: int, hidden: int, intermediate: int, check: Check
 ) -> None:
@@ -331,7 +331,7 @@ def test_bad_numbers_name_reduce_index_and_rank(device: torch.device, bad: float
     assert int(ranks[0].fault) == 0
 
 
-@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("batch", [1, 8, 11])
 def test_squares_that_overflow_make_a_request_nan(device: torch.device, batch: int) -> None:
     """A norm of infinity would give products of 0, which no check finds. Other requests keep their values."""
     x_norm, squares = stream(device, torch.bfloat16, batch, 256)

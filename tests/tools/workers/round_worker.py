@@ -8,19 +8,20 @@ longer prompts. Between the two, rank 1 forgets what the cache of its draft mode
 from __future__ import annotations
 
 import json
+import os
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from round_cases import put_captured
-
 from alspec.config import SamplingConfig
 from alspec.runtime.decode.rounds.model_drafter import ModelDrafter
 from alspec.runtime.decode.rounds.round_step import RoundStep
 from alspec.runtime.engine.engine import Engine
+
+TOOLS = Path(__file__).parents[1]
 
 
 def main(folder: Path) -> None:
@@ -30,6 +31,8 @@ def main(folder: Path) -> None:
     for name, options in spec["cases"].items():
         engine = Engine.from_pretrained(spec["model"], transport="gloo", dtype="fp32", max_context=300, **options)
         if spec["is_captured"] and "draft" in options:
+            from round_cases import put_captured
+
             engine.load(len(spec["prompts"]), 300)
             put_captured(engine)
         found[name] = []
@@ -47,4 +50,7 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(TOOLS))
+    assert os.environ["TRITON_INTERPRET"] == "1"
+    runpy.run_path(str(TOOLS / "interpreter.py"))
     main(Path(sys.argv[1]))
