@@ -67,7 +67,7 @@ MIXED = Setting(
 )
 SETTINGS = [
     pytest.param(Setting("turbo4", "exact", 0.02, ALL_MODES, PAIRED), marks=pytest.mark.full),
-    Setting("turbo4", "sas", 0.02, ALL_MODES, PAIRED),
+    pytest.param(Setting("turbo4", "sas", 0.02, ALL_MODES, PAIRED), marks=pytest.mark.full),
     pytest.param(Setting("turbo2", "exact", 0.03, ALL_MODES, PAIRED), marks=pytest.mark.full),
     pytest.param(MIXED, marks=pytest.mark.full),
     Setting("turboquant3", "exact", 0.03, ALL_MODES, PAIRED, protect=1),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tiers import fast
 
 pytestmark = pytest.mark.slow
 
@@ -26,7 +27,7 @@ def cases(make_prompt: Any) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("world_size", fast([1, 2, 4], keep=[2]))
 def test_tokens_and_verdicts_of_the_oracle(
     world_size: int, run_ranks: Any, oracle: Any, cases: list[dict[str, Any]]
 ) -> None:
