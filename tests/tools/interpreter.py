@@ -184,6 +184,8 @@ class Result:
     def __init__(self, like: core.tensor) -> None:
         self.tensor = {name: value for name, value in vars(like).items() if name != "handle"}
         self.dtype, self.data = like.handle.dtype, like.handle.data
+        if self.data.dtype == np.bool_:  # the interpreter names the type of what was compared, here only the first one
+            self.dtype = language.int1
 
     def of(self, data: np.ndarray) -> core.tensor:
         """Return `data` as a tensor."""
