@@ -43,6 +43,7 @@ def _collect_logits_kernel(
     late_code,
     bad_code,
     rows,
+    num_tokens,  # that have logits; those behind them, up to V, get -inf
     vocab_size,
     WORLD: tl.constexpr,
     PACKETS: tl.constexpr,
@@ -54,7 +55,7 @@ def _collect_logits_kernel(
         gdc_launch_dependents()
     tokens = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     request, num_requests = tl.program_id(1), tl.num_programs(1)
-    inside = tokens < vocab_size
+    inside = tokens < num_tokens
     source = tokens // rows
     epoch = tl.load(epoch_ptr)
     if PDL:
@@ -68,14 +69,14 @@ def _collect_logits_kernel(
     else:
         src = (source * num_requests + request).to(tl.int64) * rows + tokens - source * rows
         logits = tl.load(gathered_ptr + src, mask=inside, other=0.0)
-    tl.store(logits_ptr + request.to(tl.int64) * vocab_size + tokens, logits, mask=inside)
+    out = tl.where(inside, logits, float("-inf"))
+    tl.store(logits_ptr + request.to(tl.int64) * vocab_size + tokens, out, mask=tokens < vocab_size)
     is_bad = (~(tl.abs(logits) < float("inf"))) & inside & (tl.load(fault_ptr, volatile=True) == 0)
     tl.store(fault_ptr + tl.zeros_like(tokens), bad_code + source, mask=is_bad)
-    logits = tl.where(inside, logits, float("-inf"))
-    best = tl.max(logits, 0)
+    best = tl.max(out, 0)
     best_offset = request * tl.num_programs(0) + tl.program_id(0)
     tl.store(best_ptr + best_offset, best)
-    tl.store(best_token_ptr + best_offset, tl.min(tl.where(logits == best, tokens, 0x7FFFFFFF), 0))
+    tl.store(best_token_ptr + best_offset, tl.min(tl.where(out == best, tokens, 0x7FFFFFFF), 0))
 
 
 def collect_logits(
@@ -86,6 +87,7 @@ def collect_logits(
     logits: Tensor,
     best: Tensor,
     best_token: Tensor,
+    num_tokens: int | None = None,
 ) -> None:
     """Collect the logits of the whole vocabulary, and the most likely token of each block of 1024.
 
@@ -99,6 +101,7 @@ def collect_logits(
         logits: [B, V] fp32, written.
         best: [B, C] fp32, written.
         best_token: [B, C] int32, written.
+        num_tokens: tokens that are collected, up to V; those behind them get -inf. None: all of V.
     Capture: graph-safe; allocates nothing.
     """
     batch_size, vocab_size = logits.shape
@@ -106,7 +109,7 @@ def collect_logits(
         exchange.packets, exchange.own_packets, gathered, exchange.epoch, exchange.fault, logits, best, best_token,
         exchange.rank, timeout_ns,
         fault_code(LATE_PACKET, reduce_index, 0), fault_code(BAD_NUMBERS, reduce_index, 0), exchange.shard.shape[1],
-        vocab_size,
+        vocab_size if num_tokens is None else num_tokens, vocab_size,
         WORLD=exchange.world_size, PACKETS=exchange.packets is not None, BLOCK=BLOCK, num_warps=8,
         **pdl_options(logits.device),
     )  # fmt: skip

@@ -64,14 +64,21 @@ class DecodeBuffers:
 
     @classmethod
     def allocate(
-        cls, config: LlamaConfig, tp_size: int, batch_size: int, dtype: torch.dtype, device: torch.device
+        cls,
+        config: LlamaConfig,
+        tp_size: int,
+        batch_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        vocab_size: int | None = None,
     ) -> DecodeBuffers:
-        """Buffers of one rank of `tp_size`."""
+        """Buffers of one rank of `tp_size`. vocab_size: V, if logits are fitted to that of another model."""
 
         def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.zeros(batch_size, *shape, dtype=dtype, device=device)
 
-        (heads, kv_heads), candidates = config.local_heads(tp_size), num_candidates(config.vocab_size)
+        vocab_size = vocab_size or config.vocab_size
+        (heads, kv_heads), candidates = config.local_heads(tp_size), num_candidates(vocab_size)
         return cls(
             token_ids=new(dtype=torch.int64),
             seq_lens=new(dtype=torch.int32) + 1,
@@ -84,7 +91,7 @@ class DecodeBuffers:
             attn_out=new(heads, config.head_dim, dtype=dtype),
             lse=new(heads),
             mlp=new(config.intermediate_size // tp_size, dtype=dtype),
-            logits=new(config.vocab_size),
+            logits=new(vocab_size),
             best=new(candidates),
             best_token=new(candidates, dtype=torch.int32),
         )
@@ -282,4 +289,7 @@ class Decoder:
             buffers.x_norm, buffers.square_sums, self.weights.lm_head, exchange, self.config.rms_norm_eps, reduce_index
         )
         gathered = exchange.shard if exchange.packets is not None else self.all_gather(exchange.shard)
-        collect_logits(exchange, gathered, TIMEOUT_NS, reduce_index, buffers.logits, buffers.best, buffers.best_token)
+        collect_logits(
+            exchange, gathered, TIMEOUT_NS, reduce_index, buffers.logits, buffers.best, buffers.best_token,
+            min(self.config.vocab_size, buffers.logits.shape[1]),
+        )  # fmt: skip

@@ -126,9 +126,12 @@ def plan_memory(
     # `host` needs as many for a rank's own. Which transport works is known only when ranks are connected.
     words = 2 * config.num_layers * tp_size * hidden if tp_size > 1 else 0
     words += config.vocab_size if shard.vocab_shards > 1 else 0
-    buffers = activations + logits + 8 * batch_size * words
+    # Rounds have their own packets for all rows beside those of plain steps.
+    buffers = activations + logits + 8 * (batch_size + (rows if rounds is not None else 0)) * words
     if recall_blocks:
-        buffers += batch_size * recall_bytes(config.num_layers, q_heads, kv_heads, max_context, recall_blocks)
+        recall = recall_bytes(config.num_layers, q_heads, kv_heads, max_context, recall_blocks)
+        # Captured rounds keep the weights of blocks of a plain step, and of each row of a round.
+        buffers += batch_size * recall * (1 if rounds is None or device_type != "cuda" else rounds.rows + 2)
     if rounds is not None:
         buffers += HISTORY_BYTES * batch_size * (max_context + rounds.rows)
     if rounds is not None and rounds.draft_model is not None:

@@ -44,9 +44,21 @@ class _Parts:
     """What the decoders of one model share, and the exchanges between ranks by number of rows."""
 
     def __init__(
-        self, model: Llama, cache: Cache, transport: Transport, peer_memory: PeerMemory | None, first: Exchange | None
+        self,
+        model: Llama,
+        cache: Cache,
+        transport: Transport,
+        peer_memory: PeerMemory | None,
+        vocab_size: int,
+        first: Exchange | None = None,
     ) -> None:
-        """first: an exchange whose epoch and fault word all decoders of a round share; None: this is the first one."""
+        """Begin.
+
+        Args:
+            vocab_size: V of the model that verifies: embeddings of a draft model may have other rows of padding.
+            first: an exchange whose epoch and fault word all decoders of a round share; None: this is the first one.
+        """
+        self._vocab_size = vocab_size
         self.model, self.cache, self.transport, self._peer_memory = model, cache, transport, peer_memory
         self.first = first
         self._exchanges: dict[int, tuple[Exchange, LogitExchange]] = {}
@@ -70,8 +82,9 @@ class _Parts:
         """Arguments of a decoder of so many rows in all; `rows`: those that its tokens and lengths are."""
         model, transport = self.model, self.transport
         buffers = DecodeBuffers.allocate(
-            model.config, transport.placement.tp_size, num_rows, model.weights.embedding.dtype, transport.device
-        )
+            model.config, transport.placement.tp_size, num_rows, model.weights.embedding.dtype, transport.device,
+            self._vocab_size,
+        )  # fmt: skip
         if rows is not None:
             buffers = replace(buffers, token_ids=rows.token_ids.view(-1), seq_lens=rows.row_lens.view(-1))
         exchange, logit_exchange = self.exchanges(num_rows)
@@ -103,7 +116,8 @@ def build_captured_rounds(
         draft_model, draft_cache: of `--draft model:DIR`.
     """
     batch_size, device, num_rows = cache.batch_size, transport.device, config.draft_tokens + 1
-    parts = _Parts(model, cache, transport, peer_memory, None)
+    vocab_size = model.config.vocab_size
+    parts = _Parts(model, cache, transport, peer_memory, vocab_size)
     recall = _recall_state(model, cache, transport, config.speculation.recalled) if config.draft == "self" else None
     chunk_size = config.speculation.chunk_size
 
@@ -121,12 +135,12 @@ def build_captured_rounds(
     else:
         assert draft_model is not None
         assert draft_cache is not None
-        own = _Parts(draft_model, draft_cache, transport, peer_memory, parts.first)
+        own = _Parts(draft_model, draft_cache, transport, peer_memory, vocab_size, parts.first)
         two = RoundRowBuffers.allocate(batch_size, 2, device)
         drafter = ModelDraftSteps(
             RowDecoder(**own.decoder(2 * batch_size, two), round_rows=two), Decoder(**own.decoder(batch_size))
         )
-        catch_up = _catch_up(draft_model, draft_cache, transport, model.config.vocab_size, chunk_size, operation)
+        catch_up = _catch_up(draft_model, draft_cache, transport, vocab_size, chunk_size, operation)
     return CapturedRoundStep(
         RoundState.allocate(batch_size, cache.max_context, config.draft_tokens, device), plain, kind(num_rows, drafter),
         policy, round_cost, cache.max_context, uses_graph, operation, catch_up,
@@ -154,6 +168,7 @@ def _catch_up(
     history = TokenHistory(cache.batch_size, cache.max_context, cache.device)
 
     def catch_up(state: RoundState, held: Tensor) -> None:
+        held = transport.all_gather_world(held).amin(0)  # an interrupted call may have ended elsewhere on each rank
         width = min(history.token_ids.shape[1], state.history.shape[1])
         history.token_ids[:, :width] = state.history[:, :width]
         history.lengths.copy_(state.lengths)

@@ -197,7 +197,9 @@ class CapturedRoundStep:
             if prompts is not None:
                 texts[index, : length - 1] = torch.tensor(prompts[index], dtype=torch.int32)
             texts[index, length - 1] = newest
-        state.history.copy_(texts)
+        new_texts = texts.to(self._device)
+        self._keep_draft_text(new_texts)
+        state.history.copy_(new_texts)
         state.newest.copy_(torch.tensor(token_ids))
         state.lengths.copy_(torch.tensor(seq_lens, dtype=torch.int32))
         self._set_live([True] * self._batch_size)
@@ -212,11 +214,18 @@ class CapturedRoundStep:
             if choice is not None:
                 choice.begin(seen)
         self._policy.begin()
-        self._seq_lens, self._held = list(seq_lens), None
+        self._seq_lens = list(seq_lens)
         # Rounds of the previous generation that were launched ahead are not read.
         self._flying.clear()
         self._begun = self._taken = self._launched = int(state.number) - 1
         self._begun_s, self._last_clock_ns = time.perf_counter(), 0
+
+    def _keep_draft_text(self, texts: Tensor) -> None:
+        """Keep what a draft model's cache holds of these texts, [B, C + W]: their common start with the old ones."""
+        self._plain_since_draft = 2  # what it lacks is not known
+        if self._held is not None:
+            common = (texts == self._state.history).long().cumprod(1).sum(1).tolist()
+            self._held = [min(held, count) for held, count in zip(self._held, common, strict=True)]
 
     def step(self, remaining: int, live: list[bool] | None = None) -> StepRecord:
         """Read the oldest round in flight; one more stays in flight if it is surely needed. See `DecodeStep.step`."""
@@ -273,8 +282,8 @@ class CapturedRoundStep:
         return room
 
     def _lacks_text(self) -> bool:
-        """Whether a draft model's cache lacks more than the newest two tokens, which its first step feeds."""
-        return self._catch_up_draft is not None and (self._held is None or self._plain_since_draft > 1)
+        """Whether a draft model's cache may lack more than the newest two tokens, which its first step feeds."""
+        return self._catch_up_draft is not None and self._plain_since_draft > 1
 
     def _catch_up(self) -> None:
         """Give the draft model's cache what it lacks. No round is in flight."""
@@ -282,6 +291,7 @@ class CapturedRoundStep:
         held = self._held or [0] * self._batch_size
         self._catch_up_draft(self._state, torch.tensor(held, device=self._device))
         self._held = [length - 1 for length in self._seq_lens]
+        self._plain_since_draft = 0
 
     def _parse(self, row: list[int]) -> tuple[list[list[int]], list[int]]:
         """Emitted tokens and numbers of drafts of each request, from the ring."""
