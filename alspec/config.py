@@ -39,32 +39,15 @@ from alspec.predictor import MAX_RECALL_BLOCKS, first_lossy_length
 from alspec.sas import Softmax
 
 __all__ = [
-    "MAX_DRAFT_TOKENS",
-    "MAX_LOGPROBS",
-    "PROMPTS",
-    "SHORT_DTYPES",
-    "QUANTISED_CODECS",
-    "BenchConfig",
-    "ChatConfig",
-    "ChoiceConfig",
-    "CommandConfig",
-    "DType",
-    "DoctorConfig",
-    "EngineConfig",
-    "EvaluateConfig",
-    "GenerateConfig",
-    "HitRate",
-    "LatencyConfig",
-    "SamplingConfig",
-    "SpeculationConfig",
-    "check_softmax",
-    "fits",
-    "nearest_name",
-    "validate",
-]
+    "MAX_DRAFT_TOKENS", "MAX_LOGPROBS", "PROMPTS", "SHORT_DTYPES", "QUANTISED_CODECS", "BenchConfig", "ChatConfig",
+    "ChoiceConfig", "CommandConfig", "DType", "DoctorConfig", "EngineConfig", "EvaluateConfig", "GenerateConfig",
+    "HitRate", "LatencyConfig", "SamplingConfig", "SpeculationConfig", "Weights", "check_softmax", "fits",
+    "nearest_name", "validate",
+]  # fmt: skip
 
 SpeculationMode = Literal["auto", "off", "paired", "simulated"]
 Predictor = Literal["window", "recall"]
+Weights = Literal["auto", "fp8", "int4"]
 KVCacheCodec = Literal[
     "bf16", "turbo4", "turbo2", "turbo-mixed", "turboquant4", "turboquant3", "turboquant2",
     "hybrid-k4v3", "hybrid-k4v2", "hybrid-k3v2",
@@ -182,6 +165,11 @@ class EngineConfig(Schema):
     )
     dtype: ShortDType | None = Field(
         default=None, description="type of weights and cache; default: the checkpoint's type on GPUs, fp32 on CPU"
+    )
+    weights: Weights = Field(
+        default="auto",
+        description="quantise the weights of all layers as they are read; fp8: a scale for each row; int4: groups of "
+        "128; auto: as the checkpoint is",
     )
     max_context: Context | None = Field(
         default=None,
@@ -464,9 +452,10 @@ class DoctorConfig(CommandConfig):
 class BenchConfig(CommandConfig):
     """Settings of `launch/bench_kernels.py`."""
 
-    bench: Literal["allreduce", "decode", "prefill", "prompt", "ready", "recall", "shapes", "turbo", "turn"] | None = (
-        Field(default=None, description="run only this benchmark; default: decode and ready")
-    )
+    bench: (
+        Literal["allreduce", "decode", "linear", "prefill", "prompt", "ready", "recall", "shapes", "turbo", "turn"]
+        | None
+    ) = Field(default=None, description="run only this benchmark; default: decode and ready")
     contexts: Several[Tokens] | None = Field(
         default=None,
         description="tokens in the cache of decode, ready and turbo (default: 1k to 256k), or of prompts (8k,32k,128k; "

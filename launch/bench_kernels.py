@@ -24,6 +24,7 @@ from alspec.kernels.attention.recall import RecallState, choose_recall_lists, re
 from alspec.kernels.common.jit_launch import compiling
 from alspec.launch.bench.bench_allreduce import BATCHES, HIDDEN, connect, measure
 from alspec.launch.bench.bench_common import times_us
+from alspec.launch.bench.bench_linear import LINEAR_ROWS, LINEAR_WEIGHTS, PRODUCTS, LinearCase, baselines
 from alspec.launch.bench.bench_prefill import PREFILL_CASES, PrefillCase, check_prefill, prefill_runs
 from alspec.launch.bench.bench_prompt import PROMPT_CONTEXTS, measure_prompts, prompt_engines, prompt_table
 from alspec.launch.bench.bench_quantised import QuantisedCase, quantised_run
@@ -355,8 +356,38 @@ def bench_shapes(results: Results, _: list[int], num_cases: int, seed: int) -> N
     results.table = shapes_table(rows)
 
 
+def bench_linear(results: Results, _: list[int]) -> None:
+    """The products of a step of the 8B shape, by the format of their weights, and the library's. It has its own cases.
+
+    The speed-up is that over our kernel with bf16 weights.
+    """
+    for name, (rows, columns) in PRODUCTS.items():
+        base: dict[int, float] = {}
+        for weights in LINEAR_WEIGHTS:
+            case = LinearCase.draw(name, weights, max(LINEAR_ROWS))
+            cases = {batch: case.of(batch) for batch in LINEAR_ROWS}
+            with compiling():
+                for each in cases.values():
+                    each.runs()(0)
+            for batch, each in cases.items():
+                each.check()
+                (us,) = times_us([each.runs()], len(case.weights))
+                base.setdefault(batch, us["p50"])
+                label = {"product": name, "out": rows, "in": columns, "rows": batch, "weights": weights}
+                results.add("linear", "alspec.projections", label, us, case.num_bytes, base[batch])
+            del case, cases, each
+        for impl, weights, copies, run in baselines(name):
+            for batch in LINEAR_ROWS:
+                label = {"product": name, "out": rows, "in": columns, "rows": batch, "weights": weights}
+                (us,) = times_us([run(batch)], len(copies))
+                size = copies[0].nbytes
+                results.add("linear", impl, label, us, size, base[batch])
+            del copies, run
+
+
 BENCHES: dict[str, Callable[..., None]] = {
     "decode": bench_decode,
+    "linear": bench_linear,
     "ready": bench_ready,
     "allreduce": bench_allreduce,
     "prefill": bench_prefill,
@@ -378,7 +409,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(config: BenchConfig, command: str) -> int:
-    if config.contexts and config.bench in ("allreduce", "prefill", "shapes"):
+    if config.contexts and config.bench in ("allreduce", "linear", "prefill", "shapes"):
         raise UserError(f"flags: --contexts: --bench {config.bench} has cases of its own; leave it out")
     for flag, value in (("--cases", config.cases), ("--seed", config.seed)):
         if value is not None and config.bench != "shapes":

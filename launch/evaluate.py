@@ -320,6 +320,7 @@ def _row(
             "chunk_size": engine.config.speculation.chunk_size,
             "samples": len(task.texts),
             "dtype": engine.dtype_name,
+            **({"weights": name} if (name := engine.model_config.quantised_as) else {}),
         },
         "value": quality.value,
         "unit": task.measure,

@@ -333,6 +333,7 @@ def _row(
             "transport": _transport(engine) if ranks > 1 else None,
             "cuda_graph": engine.uses_graph,
             "dtype": engine.dtype_name,
+            **({"weights": name} if (name := engine.model_config.quantised_as) else {}),
             "batch": profile.batch_size,
             "context": profile.context,
             "text": None if config.prompt_file is None else config.prompt_file.name,
@@ -385,7 +386,8 @@ def _transport(engine: Engine) -> str:
 def _title(row: dict[str, Any]) -> str:
     case = row["case"]
     where = f"{row['num_gpus']} x {row['gpu']}" if row["gpu"] else f"{case['world']} rank(s) on CPU"
-    parts = [case["shape"], where, case["dtype"], f"batch {case['batch']}", case["transport"]]
+    dtype = f"{case['weights']} in {case['dtype']}" if "weights" in case else case["dtype"]
+    parts = [case["shape"], where, dtype, f"batch {case['batch']}", case["transport"]]
     parts += [f"{name} {case[name]}" for name in ChoiceConfig.model_fields if name in case]
     return ", ".join([part for part in parts if part] + (["captured graph"] if case["cuda_graph"] else []))
 

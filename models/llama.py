@@ -12,12 +12,14 @@ import math
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from alspec.kernels.linear.decode_weight import DecodeWeight
+from alspec.kernels.linear.unpack_weight import unpack_weight
 from alspec.kernels.prompt.elementwise import (
     HeadNorms,
     add_parts,
@@ -28,7 +30,10 @@ from alspec.kernels.prompt.elementwise import (
     silu_mul,
 )
 from alspec.models.checkpoint.checkpoint import Checkpoint
+from alspec.models.checkpoint.quantised.packed_weight import PackedWeight, join_rows
+from alspec.models.checkpoint.quantised.quantised_checkpoint import QuantisedCheckpoint
 from alspec.models.llama_config import LlamaConfig
+from alspec.models.matrix_formats import MATRICES, kept_format, matrices_of, packed, quantised
 
 BIAS_SEEDS = 2**40  # added to the seeds of random biases, so that matrices do not depend on them
 
@@ -71,17 +76,17 @@ class Shard:
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One decoder layer's weights on one rank, in the execution dtype. None: the model has no such weights.
+    """One decoder layer's weights on one rank, in the execution dtype, or packed. None: the model has no such weights.
 
     `o_bias` and `down_bias` are on rank 0 of a group only, because the sum over the ranks adds them.
     """
 
     input_norm: Tensor  # [hidden]
-    qkv: Tensor  # [(Hq + 2 Hkv) D, hidden]
-    o: Tensor  # [hidden, Hq D]
+    qkv: Tensor | DecodeWeight  # [(Hq + 2 Hkv) D, hidden]
+    o: Tensor | DecodeWeight  # [hidden, Hq D]
     post_norm: Tensor  # [hidden]
-    gate_up: Tensor  # [2 I / T, hidden], gate first
-    down: Tensor  # [hidden, I / T]
+    gate_up: Tensor | DecodeWeight  # [2 I / T, hidden], gate first
+    down: Tensor | DecodeWeight  # [hidden, I / T]
     qkv_bias: Tensor | None = None  # [(Hq + 2 Hkv) D]
     q_norm: Tensor | None = None  # [D]
     k_norm: Tensor | None = None  # [D]
@@ -90,7 +95,7 @@ class LayerWeights:
     down_bias: Tensor | None = None  # [hidden]
 
     @property
-    def tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, Tensor | DecodeWeight]:
         """The weights that the model has, by name."""
         return {name: tensor for name, tensor in vars(self).items() if tensor is not None}
 
@@ -106,9 +111,17 @@ class LlamaWeights:
 
 
 def load_weights(
-    checkpoint: Checkpoint, config: LlamaConfig, shard: Shard, dtype: torch.dtype, device: torch.device
+    checkpoint: Checkpoint,
+    config: LlamaConfig,
+    shard: Shard,
+    dtype: torch.dtype,
+    device: torch.device,
+    rotation: Tensor | None = None,
 ) -> LlamaWeights:
-    """Read only this rank's slices of a checkpoint that `Checkpoint.open` has verified; pad heads if `config` does."""
+    """Read only this rank's slices of a checkpoint that `Checkpoint.open` has verified.
+
+    Pads heads and quantises matrices if `config` says so. rotation: see `rotate_values`, with `config.rotates_values`.
+    """
     embedding = checkpoint.load("model.embed_tokens.weight", device, dtype)
     start, stop = shard.vocab_range(config.vocab_size)
     # The last shards of a small vocabulary can be empty; `tensor_slice` refuses an empty range.
@@ -117,7 +130,7 @@ def load_weights(
     else:
         lm_head = checkpoint.load("lm_head.weight", device, dtype, 0, start, stop)
     reader = _LayerReader(checkpoint, config.as_stored, shard, dtype, device)
-    layers = tuple(_pad_heads(reader.read(layer), config) for layer in range(config.num_layers))
+    layers = tuple(_finished(reader.read(layer), config, shard, rotation) for layer in range(config.num_layers))
     final_norm = checkpoint.load("model.norm.weight", device, dtype)
     return LlamaWeights(embedding, layers, final_norm, lm_head)
 
@@ -172,11 +185,11 @@ class _LayerReader:
         assert post_norm is not None
         return LayerWeights(
             input_norm=input_norm,
-            qkv=self._joined(prefix, ("q", "k", "v"), "weight"),
-            o=self._columns(prefix + "self_attn.o_proj.weight"),
+            qkv=self._packed(layer, "qkv") or self._joined(prefix, ("q", "k", "v"), "weight"),
+            o=self._packed(layer, "o") or self._columns(prefix + "self_attn.o_proj.weight"),
             post_norm=post_norm,
-            gate_up=self._joined(prefix, ("gate", "up"), "weight"),
-            down=self._columns(prefix + "mlp.down_proj.weight"),
+            gate_up=self._packed(layer, "gate_up") or self._joined(prefix, ("gate", "up"), "weight"),
+            down=self._packed(layer, "down") or self._columns(prefix + "mlp.down_proj.weight"),
             qkv_bias=self._joined(prefix, ("q", "k", "v"), "bias") if config.qkv_bias else None,
             q_norm=head_norm("q"),
             k_norm=head_norm("k"),
@@ -200,9 +213,37 @@ class _LayerReader:
         return heads.flatten(0, 1)
 
     def _columns(self, name: str) -> Tensor:
+        return self._checkpoint.load(name, self._device, self._dtype, 1, *self._own_columns(name))
+
+    def _own_columns(self, name: str) -> tuple[int, int]:
         size = self._checkpoint.entries[name].shape[1] // self._shard.tp_size
-        rank = self._shard.tp_rank
-        return self._checkpoint.load(name, self._device, self._dtype, 1, rank * size, (rank + 1) * size)
+        return self._shard.tp_rank * size, (self._shard.tp_rank + 1) * size
+
+    def _packed(self, layer: int, matrix: str) -> DecodeWeight | None:
+        """This rank's part of a quantised matrix, packed; None: it is not quantised, or not kept so."""
+        tp_size, prefix = self._shard.tp_size, f"model.layers.{layer}."
+        if self._config.weights != "auto" or kept_format(self._config, tp_size, layer, matrix) is None:
+            return None
+        assert isinstance(self._checkpoint, QuantisedCheckpoint)
+        parts: list[PackedWeight] = []
+        if matrix in ("o", "down"):
+            name = prefix + {"o": "self_attn.o_proj.weight", "down": "mlp.down_proj.weight"}[matrix]
+            if name not in self._checkpoint.readers:
+                return None
+            parts = [self._checkpoint.packed_slice(name, self._device, 1, *self._own_columns(name))]
+        for part in {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}.get(matrix, ()):
+            tensor, first, start, stop = self._rows[part]
+            name = f"{prefix}{tensor}.weight"
+            if name not in self._checkpoint.readers:
+                return None
+            rows = self._checkpoint.packed_slice(name, self._device, 0, first + start, first + stop)
+            parts.append(rows if part not in ("q", "k") or self._channels is None else self._in_pairs(rows))
+        return packed(join_rows(parts), matrices_of(self._config, tp_size)[matrix].stride)
+
+    def _in_pairs(self, rows: PackedWeight) -> PackedWeight:
+        """The rows of heads of q or k in the order of `_rotated_pairs`."""
+        numbers = torch.arange(rows.shape[0], device=self._device).view(-1, self._config.head_dim)
+        return rows.take_rows(numbers[:, self._channels].flatten())
 
 
 def _rotated_pairs(config: LlamaConfig, device: torch.device) -> Tensor | None:
@@ -220,11 +261,26 @@ def _rotated_pairs(config: LlamaConfig, device: torch.device) -> Tensor | None:
     return torch.cat(halves)
 
 
+def _finished(weights: LayerWeights, config: LlamaConfig, shard: Shard, rotation: Tensor | None) -> LayerWeights:
+    """Pad a layer's heads, rotate their values, and quantise the matrices, each if `config` says so."""
+    weights = _pad_heads(weights, config)
+    if rotation is not None:
+        _rotate_layer(weights, config, rotation)
+    if config.weights == "auto":
+        return weights
+    matrices: dict[str, Any] = {}
+    for name in MATRICES:
+        matrices[name] = quantised(getattr(weights, name), config, shard.tp_size, name)
+    return replace(weights, **matrices)
+
+
 def _pad_heads(weights: LayerWeights, config: LlamaConfig) -> LayerWeights:
     """Pad the heads of a layer by zeros: rows of q, k, v and their biases, columns of o."""
     head_dim, padding = config.stored_head_dim, config.head_padding
     if not padding:
         return weights
+    assert isinstance(weights.qkv, Tensor)
+    assert isinstance(weights.o, Tensor)
     num_qo_heads = weights.o.shape[1] // head_dim
 
     def padded(rows: Tensor) -> Tensor:
@@ -247,12 +303,14 @@ def pad_halves(x: Tensor, padding: int) -> Tensor:
     return padded
 
 
-def random_weights(config: LlamaConfig, shard: Shard, dtype: torch.dtype, device: torch.device) -> LlamaWeights:
+def random_weights(
+    config: LlamaConfig, shard: Shard, dtype: torch.dtype, device: torch.device, rotation: Tensor | None = None
+) -> LlamaWeights:
     """Draw random weights of `config`'s shape on the device, N(0, 1/fan_in), so that activations stay near unit size.
 
     Ranks with the same `tp_rank` draw the same numbers (paired ranks hold replicas). Embedding and LM head do not
     depend on the number of ranks; each rank keeps its own rows of the LM head. Layers depend on `tp_size`, because each
-    `tp_rank` draws its own part.
+    `tp_rank` draws its own part. Heads are padded and rotated, and matrices quantised, as in `load_weights`.
     """
     padded, config = config, config.as_stored
     generator = torch.Generator(device)
@@ -297,7 +355,7 @@ def random_weights(config: LlamaConfig, shard: Shard, dtype: torch.dtype, device
     )
     lm_head = head[start:stop] if config.tie_word_embeddings else head[start:stop].clone()
     del head
-    layers = tuple(_pad_heads(draw_layer(layer), padded) for layer in range(config.num_layers))
+    layers = tuple(_finished(draw_layer(layer), padded, shard, rotation) for layer in range(config.num_layers))
     return LlamaWeights(embedding, layers, torch.ones_like(layers[0].input_norm), lm_head)
 
 
@@ -311,19 +369,33 @@ def rotate_values(weights: LlamaWeights, config: LlamaConfig, rotation: Tensor) 
         rotation: R, [D, D] fp32, orthonormal.
     """
     for layer in weights.layers:
-        out = layer.o.unflatten(1, (-1, config.head_dim))  # [hidden, Hq, D]
-        values = _value_rows(layer.qkv, out.shape[1], config.head_dim)  # [Hkv, D, hidden]
-        values.copy_(rotation @ values.float())
-        if layer.qkv_bias is not None:
-            biases = _value_rows(layer.qkv_bias, out.shape[1], config.head_dim)  # [Hkv, D]
-            biases.copy_(biases.float() @ rotation.T)
-        out.copy_(out.float() @ rotation.T)
+        _rotate_layer(layer, config, rotation)
+
+
+def _rotate_layer(layer: LayerWeights, config: LlamaConfig, rotation: Tensor) -> None:
+    """`rotate_values` of one layer."""
+    assert isinstance(layer.qkv, Tensor)
+    assert isinstance(layer.o, Tensor)
+    out = layer.o.unflatten(1, (-1, config.head_dim))  # [hidden, Hq, D]
+    values = _value_rows(layer.qkv, out.shape[1], config.head_dim)  # [Hkv, D, hidden]
+    values.copy_(rotation @ values.float())
+    if layer.qkv_bias is not None:
+        biases = _value_rows(layer.qkv_bias, out.shape[1], config.head_dim)  # [Hkv, D]
+        biases.copy_(biases.float() @ rotation.T)
+    out.copy_(out.float() @ rotation.T)
 
 
 def _value_rows(qkv: Tensor, num_qo_heads: int, head_dim: int) -> Tensor:
     """The heads of v [Hkv, D, ...], a view of the rows of q, k and v [(Hq + 2 Hkv) D, ...]."""
     heads: Tensor = qkv.unflatten(0, (-1, head_dim))
     return heads[(len(heads) + num_qo_heads) // 2 :]
+
+
+def _room_for_unpacked(weights: LlamaWeights) -> Tensor | None:
+    """Memory for the largest packed matrix in the dtype of the model; None if none is packed."""
+    matrices = [getattr(layer, name) for layer in weights.layers for name in MATRICES]
+    sizes = [matrix.shape[0] * matrix.shape[1] for matrix in matrices if isinstance(matrix, DecodeWeight)]
+    return torch.empty(max(sizes), dtype=weights.embedding.dtype, device=weights.embedding.device) if sizes else None
 
 
 def linear_in_pairs(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -356,10 +428,14 @@ class Llama:
     In a long prompt each rank keeps the residual stream of only m of the n tokens; otherwise m = n.
     """
 
-    def __init__(self, config: LlamaConfig, weights: LlamaWeights, group: Group) -> None:
+    def __init__(
+        self, config: LlamaConfig, weights: LlamaWeights, group: Group, unpacked: Tensor | None = None
+    ) -> None:
         self.config = config
         self.weights = weights
         self._group = group
+        # Room for one packed matrix at a time, in the dtype of activations; `unpacked`: that of another model.
+        self._unpacked = _room_for_unpacked(weights) if unpacked is None else unpacked
         self._linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear
         self.inv_freq = config.inv_freq().to(weights.embedding.device)
         # Factors of cosines and sines, or None; channels that are not rotated have none.
@@ -404,7 +480,19 @@ class Llama:
         """Return a model of the first `num_layers` layers (or all, if there are fewer) that shares these weights."""
         layers = self.weights.layers[:num_layers]
         config = self.config.model_copy(update={"num_layers": len(layers)})
-        return Llama(config, replace(self.weights, layers=layers), self._group)
+        return Llama(config, replace(self.weights, layers=layers), self._group, self._unpacked)
+
+    def _product(self, x: Tensor, weight: Tensor | DecodeWeight, bias: Tensor | None) -> Tensor:
+        """`x W^T + bias` through the library, of a packed weight on its values in the dtype of x."""
+        if isinstance(weight, DecodeWeight):
+            assert self._unpacked is not None
+            room = self._unpacked[: weight.shape[0] * weight.shape[1]].view(weight.shape)
+            if room.is_cuda:
+                unpack_weight(weight, room)
+            else:
+                room.copy_(weight.dequantise(room.dtype))
+            weight = room
+        return self._linear(x, weight, bias)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[n] integers -> x [n, hidden] fp32."""
@@ -435,7 +523,7 @@ class Llama:
         """
         weights, head_dim = self.weights.layers[layer], self.config.head_dim
         x, y = self._add_norm(x, partial, weights.input_norm, len(positions))
-        qkv = self._linear(y, weights.qkv, weights.qkv_bias).view(len(y), -1, head_dim)
+        qkv = self._product(y, weights.qkv, weights.qkv_bias).view(len(y), -1, head_dim)
         num_kv_heads = (qkv.shape[1] - weights.o.shape[1] // head_dim) // 2
         cos, sin = rope_cos_sin(positions, self.inv_freq, self._rope_factors)
         norms = None
@@ -454,10 +542,10 @@ class Llama:
             x [m, hidden] fp32 after attention, and this rank's partial of the MLP output [n, hidden].
         """
         weights = self.weights.layers[layer]
-        attn = attn_out.to(weights.o.dtype).flatten(1)
-        x, y = self._add_norm(x, self._linear(attn, weights.o, weights.o_bias), weights.post_norm, len(attn))
-        gate_up = self._linear(y, weights.gate_up, weights.gate_up_bias)
-        return x, self._linear(silu_mul(gate_up), weights.down, weights.down_bias)
+        attn = attn_out.to(weights.post_norm.dtype).flatten(1)
+        x, y = self._add_norm(x, self._product(attn, weights.o, weights.o_bias), weights.post_norm, len(attn))
+        gate_up = self._product(y, weights.gate_up, weights.gate_up_bias)
+        return x, self._product(silu_mul(gate_up), weights.down, weights.down_bias)
 
     def lm_head(self, x: Tensor) -> Tensor:
         """Final norm and this rank's vocabulary shard: x [n, hidden] fp32 -> [n, rows of the shard] fp32."""

@@ -11,7 +11,7 @@ from typing import Any, Self
 import torch
 from pydantic import Field, ValidationError, model_validator
 
-from alspec.config import SHORT_DTYPES, DType
+from alspec.config import SHORT_DTYPES, DType, Weights
 from alspec.errors import UserError, show
 from alspec.models.checkpoint.files import read_json
 from alspec.models.checkpoint.quantised.quantisation_config import QuantisationConfig
@@ -69,6 +69,9 @@ class LlamaConfig(Frozen):
     tie_word_embeddings: bool = Field(default=False, description="the LM head is the embedding")
     dtype: DType = Field(default="fp32", description="dtype the weights were published in")
     quantisation: QuantisationConfig | None = Field(default=None, description="None: weights are not quantised")
+    weights: Weights = Field(default="auto", description="how weights are quantised when they are read; auto: not")
+    packs_weights: bool = Field(default=False, description="quantised matrices are kept packed where kernels can")
+    rotates_values: bool = Field(default=False, description="values of heads are rotated when they are read")
     bos_token_id: int | None = Field(default=None, ge=0, description="begin of text")
     eos_token_ids: tuple[int, ...] = Field(default=(), description="tokens that end a text, ascending")
 
@@ -150,7 +153,24 @@ class LlamaConfig(Frozen):
 
     def weights_name(self, dtype_name: str) -> str:
         """What the weights are: how files hold them, and the dtype in which they are used."""
-        return dtype_name if self.quantisation is None else f"{self.quantisation.name}, dequantised to {dtype_name}"
+        name = self.quantised_as
+        if name is None:
+            return dtype_name
+        if self.quantisation is None:
+            name += {"fp8": " (a scale for each row)", "int4": " (groups of 128)"}[name]
+        return name if self.packs_weights else f"{name}, dequantised to {dtype_name}"
+
+    @property
+    def quantised_as(self) -> str | None:
+        """How the weights are quantised, by files or when they are read; None: they are not."""
+        if self.quantisation is not None:
+            return self.quantisation.name
+        return None if self.weights == "auto" else self.weights
+
+    @property
+    def changes_heads(self) -> bool:
+        """Heads are not used as files have them: they are padded, or their values are rotated."""
+        return self.head_padding > 0 or self.rotates_values
 
     @property
     def longest_context(self) -> int:

@@ -22,7 +22,19 @@ import triton.language as tl
 from alspec.kernels.common.device import INTERPRETED, stacked, unstacked
 from alspec.kernels.linear.gemv_tile import inputs_at_once, num_warps_for, rows_in_tile, rstd
 
-__all__ = ["load_rows", "products", "tile_of"]
+__all__ = [
+    "add_mma",
+    "halves_of",
+    "k_block_words",
+    "load_lane_inputs",
+    "load_rows",
+    "load_squares",
+    "load_words",
+    "products",
+    "reduce_warps",
+    "replaced",
+    "tile_of",
+]
 
 NUM_WARPS = 4
 # k-blocks that a warp loads at once: 64 registers of a lane, which leaves room for three programs on an SM.
@@ -147,6 +159,34 @@ def _load_two(first, second, mask, INDEX: tl.constexpr, CLEARS: tl.constexpr):
     return x
 
 
+@triton.constexpr_function
+def _load_of_words(offset, is_conditional, clears):
+    """Assembly of `load_words`: 16 bytes at $4; if it is conditional, only where $5 is not 0."""
+    load = f"ld.global.L1::no_allocate.L2::128B.v4.b32 {{$0, $1, $2, $3}}, [$4+{offset}];"
+    if not is_conditional:
+        return load
+    zeros = " ".join([f"mov.b32 ${i}, 0;" for i in range(4)]) if clears else ""
+    return f"{{ .reg .pred goes; setp.ne.u32 goes, $5, 0; {zeros} @goes {load} }}"
+
+
+@triton.jit
+def load_words(addresses, mask, OFFSET: tl.constexpr, CLEARS: tl.constexpr):
+    """Load four int32 in each lane, OFFSET bytes behind int32 `addresses`. Where the mask is False: as `_load_two`."""
+    if INTERPRETED:
+        x = _interpreted_load(addresses + OFFSET // 4, mask, 0)
+    else:
+        operands = (addresses.to(tl.int64),)
+        if mask is not None:
+            condition = mask & (operands[0] != 0)  # one for each lane; `mask` may be a scalar
+            operands = operands + (condition.to(tl.int32),)  # noqa: RUF005
+        x = tl.inline_asm_elementwise(
+            _load_of_words(OFFSET, mask is not None, CLEARS),
+            "=&r,=&r,=&r,=&r,l" + (",r" if mask is not None else ""), operands,
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1,
+        )  # fmt: skip
+    return x
+
+
 @triton.jit
 def _interpreted_load(ptrs, lane_mask, INDEX: tl.constexpr):
     """Interpreter: load 16 bytes at each of `ptrs` as four int32."""
@@ -158,7 +198,7 @@ def _interpreted_load(ptrs, lane_mask, INDEX: tl.constexpr):
 
 
 @triton.jit
-def _load_inputs(ptrs, INDEX: tl.constexpr):
+def load_lane_inputs(ptrs, INDEX: tl.constexpr):
     """Load 16 bytes of each lane's request."""
     if INTERPRETED:
         x = _interpreted_load(ptrs, None, INDEX)
@@ -193,12 +233,12 @@ def _load_slice_inputs(x_ptr, request, slice_index, K: tl.constexpr, W: tl.const
         if _has_partial_slice(K, W, STEPS):
             # Clamp the index: weights past the end are 0, but 0 * NaN is NaN.
             offsets = tl.minimum(inputs, K - LANE - K_BLOCK * k_block)
-        x = x + _load_inputs(x_ptr + (request * K + offsets), k_block)
+        x = x + load_lane_inputs(x_ptr + (request * K + offsets), k_block)
     return x
 
 
 @triton.jit
-def _k_block_words(words, k_block: tl.constexpr, N: tl.constexpr):
+def k_block_words(words, k_block: tl.constexpr, N: tl.constexpr):
     """The N words of one k-block."""
     x = ()
     for i in tl.static_range(N):
@@ -207,7 +247,7 @@ def _k_block_words(words, k_block: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
-def _add_mma(sums, w, x, BF16: tl.constexpr):
+def add_mma(sums, w, x, BF16: tl.constexpr):
     """Add [16, 32] times [32, 8]. A lane's four sums: columns 2 t and 2 t + 1 of row g, then of row g + 8."""
     if INTERPRETED:
         W: tl.constexpr = x[0].shape[0]
@@ -232,7 +272,7 @@ def _add_mma(sums, w, x, BF16: tl.constexpr):
 
 
 @triton.jit
-def _load_squares(squares_ptr, request, B: tl.constexpr, S: tl.constexpr, W: tl.constexpr):
+def load_squares(squares_ptr, request, B: tl.constexpr, S: tl.constexpr, W: tl.constexpr):
     """Load each lane's part, [W, 32], of the square sums of its request; request: [1, 32], the same for all g."""
     index = tl.arange(0, W)[:, None] * 8 + tl.arange(0, 32)[None, :] // 4
     row = squares_ptr + tl.minimum(request, B - 1) * S
@@ -269,7 +309,8 @@ def _add_six(a, b, c, d, s, t, e, f, g, h, u, v):
 
 
 @triton.constexpr_function
-def _halves(num_requests):
+def halves_of(num_requests):
+    """Return the halves of so many requests: more than 8 are two."""
     return 2 if num_requests > 8 else 1
 
 
@@ -284,15 +325,15 @@ def _add_slice(
         sums: of each half four sums for even k-blocks, then four for odd ones.
     """
     BF16: tl.constexpr = x_ptr.dtype.element_ty == tl.bfloat16
-    HALVES: tl.constexpr = _halves(B)
+    HALVES: tl.constexpr = halves_of(B)
     next_words = ()
     for half in tl.static_range(HALVES):
         request = tl.minimum(tl.arange(0, 32)[None, :] // 4 + 8 * half, B - 1)
         inputs = _load_slice_inputs(x_ptr, request, slice_index, K, W, STEPS)
         for k_block in tl.static_range(STEPS):
-            operands, x = _k_block_words(words, k_block, 8), _k_block_words(inputs, k_block, 4)
-            added = _add_mma(_k_block_words(sums, 2 * half + k_block % 2, 4), operands, x, BF16)
-            sums = _replaced(sums, added, 2 * half + k_block % 2, 2 * HALVES)
+            operands, x = k_block_words(words, k_block, 8), k_block_words(inputs, k_block, 4)
+            added = add_mma(k_block_words(sums, 2 * half + k_block % 2, 4), operands, x, BF16)
+            sums = replaced(sums, added, 2 * half + k_block % 2, 2 * HALVES)
             if half == HALVES - 1:
                 # The registers of this k-block are free now: load the same k-block of the next slice.
                 next_words = next_words + (
@@ -302,11 +343,11 @@ def _add_slice(
 
 
 @triton.jit
-def _replaced(sums, four, index: tl.constexpr, N: tl.constexpr):
+def replaced(sums, four, index: tl.constexpr, N: tl.constexpr):
     """Sums, four by four, N times; the four at `index` are replaced."""
     x = ()
     for i in tl.static_range(N):
-        x = x + (four if i == index else _k_block_words(sums, i, 4))
+        x = x + (four if i == index else k_block_words(sums, i, 4))
     return x
 
 
@@ -326,7 +367,7 @@ def products(
         `row + g + STRIDE`; undefined for requests from B on. Then the first slice of the next rows.
     """
     SLICES: tl.constexpr = _num_slices(K, W, STEPS)
-    HALVES: tl.constexpr = _halves(B)
+    HALVES: tl.constexpr = halves_of(B)
     zero = tl.zeros([W, 32], tl.float32)
     sums = (zero, zero, zero, zero, zero, zero, zero, zero)
     if HALVES == 2:
@@ -339,20 +380,21 @@ def products(
         # Do not load the squares earlier: the loads of the inputs would queue behind them.
         for half in tl.static_range(HALVES):
             column = tl.arange(0, 32)[None, :] % 4 * 2 + 8 * half
-            first, second = _load_squares(squares_ptr, column, B, S, W), _load_squares(squares_ptr, column + 1, B, S, W)
+            first, second = load_squares(squares_ptr, column, B, S, W), load_squares(squares_ptr, column + 1, B, S, W)
             squares = squares + (first, second)  # noqa: RUF005
     addresses = _row_addresses(w_ptr, next_row, last_row, 0, STRIDE, K, W, STEPS)
     sums, words = _add_slice(sums, words, x_ptr, SLICES - 1, addresses, has_next, LOOP, B, K, W, STEPS)
     results = ()
     for half in tl.static_range(HALVES):
-        results = results + _reduce_warps(_k_block_words(sums, half, 8), squares, half, eps, K)
+        own = k_block_words(sums, half, 8)
+        own = (own[0] + own[4], own[1] + own[5], own[2] + own[6], own[3] + own[7])
+        results = results + reduce_warps(own, squares, half, eps, K)
     return results, words
 
 
 @triton.jit
-def _reduce_warps(chains, squares, half: tl.constexpr, eps, K: tl.constexpr):
-    """Add up a half's chains of sums of all warps; with `squares` of its two requests, normalise them."""
-    sums = (chains[0] + chains[4], chains[1] + chains[5], chains[2] + chains[6], chains[3] + chains[7])
+def reduce_warps(sums, squares, half: tl.constexpr, eps, K: tl.constexpr):
+    """Add up a half's four sums of all warps; with `squares` of a lane's two requests of each half, normalise them."""
     # One reduction over the warps for all values, because each reduction needs barriers.
     if len(squares) == 0:
         sums = tl.reduce(sums, 0, _add_four)

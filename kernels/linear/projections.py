@@ -19,6 +19,7 @@ from alspec.kernels.comm.ll_packets import store_packets
 from alspec.kernels.common.jit_launch import jit_launch, pdl_options, set_l1_carveout
 from alspec.kernels.kv_codec.flashq.record import TOKENS, to_int8
 from alspec.kernels.kv_codec.quantised_layer import BLOCK, PER_HEAD, QuantisedLayer
+from alspec.kernels.linear.decode_weight import DecodeWeight
 from alspec.kernels.linear.gemv_tile import (
     PROGRAMS_PER_SM,
     dot_pairs,
@@ -30,7 +31,15 @@ from alspec.kernels.linear.gemv_tile import (
     num_programs_on,
     rstd_of,
 )
-from alspec.kernels.linear.mma_tile import load_rows, products, tile_of
+from alspec.kernels.linear.mma_tile import load_rows, products
+from alspec.kernels.linear.packed_tile import (
+    abandon_tile,
+    load_tile,
+    packed_arguments,
+    packed_products,
+    shared_programs,
+    tile_settings,
+)
 
 __all__ = ["gate_up_silu", "load_tail_scale", "qkv_rope_append", "rows_of_requests", "store_qkv"]
 
@@ -152,7 +161,8 @@ def _qkv_tile(
 def _qkv_rope_append_kernel(
     x_ptr,  # [B, K]
     squares_ptr,  # [B, S] fp32
-    w_ptr,  # [(Hq + 2 Hkv) D, K]
+    w_ptr,  # [(Hq + 2 Hkv) D, K], or quantised (decode_weight.py)
+    scale_ptr,  # of a quantised weight, or None
     bias_ptr,  # [(Hq + 2 Hkv) D], or None
     raw_ptr,  # [B, (Hq + 2 Hkv) D] fp32: the products; nothing else is written; or None
     rope_ptr,  # [B, 2, D / 2] fp32: cosine, sine at the new token's position
@@ -181,6 +191,8 @@ def _qkv_rope_append_kernel(
     LOOP: tl.constexpr,
     STEPS: tl.constexpr,
     WARPS: tl.constexpr,
+    FORMAT: tl.constexpr,
+    GROUP: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Tiles of channel pairs (c, c + D/2) of one head; STEPS > 0: on tensor cores. Grid [num_programs]."""
@@ -193,7 +205,9 @@ def _qkv_rope_append_kernel(
         if not gate_open(gate_ptr, PDL):
             return
     first_row = tile // TILES * D + tile % TILES * PAIRS
-    if STEPS > 0:
+    if FORMAT is not None:
+        w = load_tile(w_ptr, scale_ptr, tile, K, WARPS, STEPS, FORMAT, GROUP, PDL)
+    elif STEPS > 0:
         w = load_rows(w_ptr, first_row, NUM_TILES * 2 * PAIRS - 1, D // 2, K, WARPS, STEPS)
     else:
         w = load_weights(w_ptr, first_row + row, 0, K, KP, False)
@@ -203,16 +217,24 @@ def _qkv_rope_append_kernel(
         gdc_launch_dependents()
     if gate_ptr is not None:
         if tl.load(gate_ptr, volatile=True) == 0:
+            if FORMAT is not None:
+                abandon_tile(w, K, WARPS, STEPS, FORMAT, GROUP, PDL)
             return
     if STEPS > 0:
         row_of_lane, request = tl.arange(0, 32) // 4, tl.arange(0, 32) % 4 * 2
         while tile < NUM_TILES:
             next_tile = tile + tl.num_programs(0)
             next_row = next_tile // TILES * D + next_tile % TILES * PAIRS
-            sums, w = products(
-                w, x_ptr, squares_ptr, eps, w_ptr, first_row, next_row, NUM_TILES * 2 * PAIRS - 1,
-                next_tile < NUM_TILES, D // 2, B, K, S, WARPS, STEPS, LOOP,
-            )  # fmt: skip
+            if FORMAT is not None:
+                sums, w = packed_products(
+                    w, x_ptr, squares_ptr, eps, w_ptr, scale_ptr, tile, next_tile, next_tile < NUM_TILES,
+                    B, K, S, WARPS, STEPS, LOOP, FORMAT, GROUP, PDL,
+                )  # fmt: skip
+            else:
+                sums, w = products(
+                    w, x_ptr, squares_ptr, eps, w_ptr, first_row, next_row, NUM_TILES * 2 * PAIRS - 1,
+                    next_tile < NUM_TILES, D // 2, B, K, S, WARPS, STEPS, LOOP,
+                )  # fmt: skip
             for i in tl.static_range(len(sums) // 2):
                 own = request + (i // 2 * 8 + i % 2)
                 first, second = _add_bias(
@@ -289,7 +311,7 @@ def rows_of_requests(num_rows: int, k_cache: Tensor, layer: QuantisedLayer | Non
 def qkv_rope_append(
     x_norm: Tensor,
     square_sums: Tensor,
-    weight: Tensor,
+    weight: Tensor | DecodeWeight,
     rope: Tensor,
     seq_lens: Tensor,
     q: Tensor,
@@ -314,9 +336,9 @@ def qkv_rope_append(
     v_cache hold only the newest token, unquantised. Oracle of the tail: `kv_append_ref`.
 
     Args:
-        x_norm: [B, K] in weight's dtype, `x * gamma`.
+        x_norm: [B, K] in weight's dtype, `x * gamma`; of 16 bits beside a quantised weight.
         square_sums: [B, S] fp32.
-        weight: [(Hq + 2 Hkv) D, K].
+        weight: [(Hq + 2 Hkv) D, K], quantised with stride D / 2.
         rope: [B, 2, D/2] fp32, cosine and sine.
         seq_lens: [B] int32, with the new token.
         q: [B, Hq, D], written.
@@ -337,14 +359,15 @@ def qkv_rope_append(
     num_kv_heads, capacity, head_dim = k_cache.shape[1:]
     rows = rows_of_requests(batch_size, k_cache, layer)
     num_heads = weight.shape[0] // head_dim
-    width = inputs_at_once(batch_size, num_inputs, weight.itemsize, gate is not None)
-    pairs, steps, num_warps = tile_of(batch_size, num_inputs, weight.itemsize, head_dim // 2, 2, gate is not None)
+    width = inputs_at_once(batch_size, num_inputs, x_norm.itemsize, gate is not None)
+    pairs, steps, num_warps = tile_settings(weight, x_norm, head_dim // 2, 2, gate is not None)
     num_tiles = num_heads * head_dim // (2 * pairs)
     num_programs = num_programs_on(num_tiles, PROGRAMS_PER_SM if gate is not None else 0, x_norm.device)
+    operands, constants = packed_arguments(weight)
     compiled = jit_launch(_qkv_rope_append_kernel, (num_programs,))(
         x_norm,
         square_sums,
-        weight,
+        *operands,
         bias,
         raw,
         rope,
@@ -373,10 +396,11 @@ def qkv_rope_append(
         LOOP=num_programs < num_tiles,
         STEPS=steps,
         WARPS=num_warps,
+        **constants,
         num_warps=num_warps,
         **pdl_options(x_norm.device),
     )
-    set_l1_carveout(compiled)
+    set_l1_carveout(compiled, shared_programs(weight))
 
 
 @triton.jit
@@ -407,7 +431,8 @@ def _gate_up_tile(
 def _gate_up_silu_kernel(
     x_ptr,  # [B, K]
     squares_ptr,  # [B, S] fp32
-    w_ptr,  # [2 I, K], gate first
+    w_ptr,  # [2 I, K], gate first, or quantised (decode_weight.py)
+    scale_ptr,  # of a quantised weight, or None
     bias_ptr,  # [2 I], or None
     out_ptr,  # [B, I]
     gate_ptr,  # [1] int32 or None
@@ -422,6 +447,8 @@ def _gate_up_silu_kernel(
     LOOP: tl.constexpr,
     STEPS: tl.constexpr,
     WARPS: tl.constexpr,
+    FORMAT: tl.constexpr,
+    GROUP: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Tiles of ROWS rows of gate and the same of up; STEPS > 0: on tensor cores. Grid [num_programs]."""
@@ -433,7 +460,9 @@ def _gate_up_silu_kernel(
     if gate_ptr is not None:
         if not gate_open(gate_ptr, PDL):
             return
-    if STEPS > 0:
+    if FORMAT is not None:
+        w = load_tile(w_ptr, scale_ptr, tile, K, WARPS, STEPS, FORMAT, GROUP, PDL)
+    elif STEPS > 0:
         w = load_rows(w_ptr, tile * ROWS, 2 * I - 1, I, K, WARPS, STEPS)
     else:
         w = load_weights(w_ptr, tile * ROWS + row, 0, K, KP, False)
@@ -441,15 +470,23 @@ def _gate_up_silu_kernel(
         gdc_wait()
     if gate_ptr is not None:
         if tl.load(gate_ptr, volatile=True) == 0:
+            if FORMAT is not None:
+                abandon_tile(w, K, WARPS, STEPS, FORMAT, GROUP, PDL)
             return
     if STEPS > 0:
         row_of_lane, request = tl.arange(0, 32) // 4, tl.arange(0, 32) % 4 * 2
         while tile * ROWS < I:
             next_tile = tile + tl.num_programs(0)
-            sums, w = products(
-                w, x_ptr, squares_ptr, eps, w_ptr, tile * ROWS, next_tile * ROWS, 2 * I - 1, next_tile * ROWS < I, I,
-                B, K, S, WARPS, STEPS, LOOP,
-            )  # fmt: skip
+            if FORMAT is not None:
+                sums, w = packed_products(
+                    w, x_ptr, squares_ptr, eps, w_ptr, scale_ptr, tile, next_tile, next_tile * ROWS < I,
+                    B, K, S, WARPS, STEPS, LOOP, FORMAT, GROUP, PDL,
+                )  # fmt: skip
+            else:
+                sums, w = products(
+                    w, x_ptr, squares_ptr, eps, w_ptr, tile * ROWS, next_tile * ROWS, 2 * I - 1, next_tile * ROWS < I,
+                    I, B, K, S, WARPS, STEPS, LOOP,
+                )  # fmt: skip
             for i in tl.static_range(len(sums) // 2):
                 own = request + (i // 2 * 8 + i % 2)
                 ptrs = out_ptr + own * I + tile * ROWS + row_of_lane
@@ -483,7 +520,7 @@ def _gate_up_silu_kernel(
 def gate_up_silu(
     x_norm: Tensor,
     square_sums: Tensor,
-    weight: Tensor,
+    weight: Tensor | DecodeWeight,
     out: Tensor,
     eps: float,
     gate: Tensor | None = None,
@@ -495,20 +532,21 @@ def gate_up_silu(
 
     Args:
         x_norm, square_sums, gate: as `qkv_rope_append`.
-        weight: [2 I, K], gate first.
+        weight: [2 I, K], gate first, quantised with stride I.
         out: [B, I], written.
         bias: [2 I].
     Capture: graph-safe; allocates nothing.
     """
     batch_size, num_inputs = x_norm.shape
-    width = inputs_at_once(batch_size, num_inputs, weight.itemsize, gate is not None)
-    rows, steps, num_warps = tile_of(batch_size, num_inputs, weight.itemsize, out.shape[1], 2, gate is not None)
+    width = inputs_at_once(batch_size, num_inputs, x_norm.itemsize, gate is not None)
+    rows, steps, num_warps = tile_settings(weight, x_norm, out.shape[1], 2, gate is not None)
     num_tiles = out.shape[1] // rows
     num_programs = num_programs_on(num_tiles, 4 * PROGRAMS_PER_SM if gate is not None else 0, x_norm.device)
+    operands, constants = packed_arguments(weight)
     compiled = jit_launch(_gate_up_silu_kernel, (num_programs,))(
         x_norm,
         square_sums,
-        weight,
+        *operands,
         bias,
         out,
         gate,
@@ -523,7 +561,8 @@ def gate_up_silu(
         LOOP=num_programs < num_tiles,
         STEPS=steps,
         WARPS=num_warps,
+        **constants,
         num_warps=num_warps,
         **pdl_options(x_norm.device),
     )
-    set_l1_carveout(compiled)
+    set_l1_carveout(compiled, shared_programs(weight))

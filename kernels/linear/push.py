@@ -16,6 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from alspec.kernels.comm.exchange import Exchange, LogitExchange
 from alspec.kernels.comm.ll_packets import BAD_NUMBERS, fault_code, store_packets
 from alspec.kernels.common.jit_launch import jit_launch, pdl_options, set_l1_carveout
+from alspec.kernels.linear.decode_weight import DecodeWeight
 from alspec.kernels.linear.gemv_tile import (
     PROGRAMS_PER_SM,
     dot,
@@ -25,10 +26,14 @@ from alspec.kernels.linear.gemv_tile import (
     num_programs_on,
     rstd_of,
 )
-from alspec.kernels.linear.mma_tile import (
-    load_rows,
-    products,
-    tile_of,
+from alspec.kernels.linear.mma_tile import load_rows, products
+from alspec.kernels.linear.packed_tile import (
+    abandon_tile,
+    load_tile,
+    packed_arguments,
+    packed_products,
+    shared_programs,
+    tile_settings,
 )
 
 __all__ = ["lm_head", "push_partial"]
@@ -81,7 +86,8 @@ def _push_tile(
 def _push_partial_kernel(
     x_ptr,  # [B, K]
     squares_ptr,  # [B, S] fp32, or None: the input is not normalised
-    w_ptr,  # [num_rows, K]
+    w_ptr,  # [num_rows, K], or quantised (decode_weight.py)
+    scale_ptr,  # of a quantised weight, or None
     bias_ptr,  # [num_rows], or None
     out_ptr,  # [B, out_width] fp32: written if there are no peers
     peers_ptr,  # [PEERS] int64: addresses of all packets [num_reduces, B, SOURCES, out_width] to write
@@ -107,6 +113,8 @@ def _push_partial_kernel(
     LOOP: tl.constexpr,
     STEPS: tl.constexpr,
     WARPS: tl.constexpr,
+    FORMAT: tl.constexpr,
+    GROUP: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Tiles of ROWS rows of the product, to every peer; STEPS > 0: on tensor cores. Grid [num_programs]."""
@@ -116,7 +124,9 @@ def _push_partial_kernel(
     if gate_ptr is not None:
         if not gate_open(gate_ptr, PDL):
             return
-    if STEPS > 0:
+    if FORMAT is not None:
+        w = load_tile(w_ptr, scale_ptr, tl.program_id(0), K, WARPS, STEPS, FORMAT, GROUP, PDL)
+    elif STEPS > 0:
         w = load_rows(w_ptr, tl.program_id(0) * ROWS, num_rows - 1, 8, K, WARPS, STEPS)
     else:
         w = load_weights(w_ptr, rows, num_rows, K, KP, MASKED)
@@ -129,6 +139,8 @@ def _push_partial_kernel(
         gdc_wait()
     if gate_ptr is not None:
         if tl.load(gate_ptr, volatile=True) == 0:
+            if FORMAT is not None:
+                abandon_tile(w, K, WARPS, STEPS, FORMAT, GROUP, PDL)
             return
     fault = tl.load(fault_ptr)
     if STEPS > 0:
@@ -136,10 +148,16 @@ def _push_partial_kernel(
         row_of_lane, request = tl.arange(0, 32) // 4, tl.arange(0, 32) % 4 * 2
         while first < num_rows:
             next_first = first + tl.num_programs(0) * ROWS
-            sums, w = products(
-                w, x_ptr, squares_ptr, eps, w_ptr, first, next_first, num_rows - 1, next_first < num_rows, 8,
-                B, K, S, WARPS, STEPS, LOOP,
-            )  # fmt: skip
+            if FORMAT is not None:
+                sums, w = packed_products(
+                    w, x_ptr, squares_ptr, eps, w_ptr, scale_ptr, first // ROWS, next_first // ROWS,
+                    next_first < num_rows, B, K, S, WARPS, STEPS, LOOP, FORMAT, GROUP, PDL,
+                )  # fmt: skip
+            else:
+                sums, w = products(
+                    w, x_ptr, squares_ptr, eps, w_ptr, first, next_first, num_rows - 1, next_first < num_rows, 8,
+                    B, K, S, WARPS, STEPS, LOOP,
+                )  # fmt: skip
             for i in tl.static_range(len(sums)):
                 row, lane_request = first + row_of_lane + i % 4 // 2 * 8, request + (i // 4 * 8 + i % 2)
                 y = _add_row_bias(sums[i], bias_ptr, row, num_rows)
@@ -168,7 +186,7 @@ def _push_partial_kernel(
 
 def push_partial(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | DecodeWeight,
     exchange: Exchange,
     reduce_index: int,
     gate: Tensor | None = None,
@@ -183,7 +201,7 @@ def push_partial(
     sets the fault word.
 
     Args:
-        x: [B, K] in weight's dtype.
+        x: [B, K] in weight's dtype; of 16 bits beside a quantised weight.
         weight: [hidden, K], this rank's columns.
         reduce_index: number of the all-reduce in the step.
         gate: [1] int32; 0 skips everything.
@@ -197,7 +215,12 @@ def push_partial(
 
 
 def lm_head(
-    x_norm: Tensor, square_sums: Tensor, weight: Tensor, exchange: LogitExchange, eps: float, reduce_index: int
+    x_norm: Tensor,
+    square_sums: Tensor,
+    weight: Tensor | DecodeWeight,
+    exchange: LogitExchange,
+    eps: float,
+    reduce_index: int,
 ) -> None:
     """Push the logits of this rank's vocabulary shard to every rank of the job. Oracle: `lm_head_ref`.
 
@@ -220,7 +243,7 @@ def lm_head(
 def _push(
     x: Tensor,
     square_sums: Tensor | None,
-    weight: Tensor,
+    weight: Tensor | DecodeWeight,
     bias: Tensor | None,
     local: Tensor,
     peers: Tensor | None,
@@ -236,7 +259,8 @@ def _push(
     """Launch `_push_partial_kernel` for `push_partial` and `lm_head`."""
     batch_size, num_inputs = x.shape
     num_rows, width = weight.shape[0], triton.next_power_of_2(num_inputs)
-    rows, steps, num_warps = tile_of(batch_size, num_inputs, weight.itemsize, num_rows if square_sums is None else 0, 1)
+    rows, steps, num_warps = tile_settings(weight, x, num_rows if square_sums is None else 0, 1)
+    operands, constants = packed_arguments(weight)
     num_squares = 1 if square_sums is None else square_sums.shape[1]
     num_tiles = triton.cdiv(num_rows, rows)
     loops = gate is not None or (square_sums is None and num_warps <= 4)
@@ -244,7 +268,7 @@ def _push(
     compiled = jit_launch(_push_partial_kernel, (num_programs,))(
         x,
         square_sums,
-        weight,
+        *operands,
         bias,
         local,
         peers,
@@ -270,7 +294,8 @@ def _push(
         LOOP=num_programs < num_tiles,
         STEPS=steps,
         WARPS=num_warps,
+        **constants,
         num_warps=num_warps,
         **pdl_options(x.device),
     )
-    set_l1_carveout(compiled)
+    set_l1_carveout(compiled, shared_programs(weight))

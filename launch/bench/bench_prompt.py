@@ -14,6 +14,7 @@ from torch import Tensor
 
 from alspec.config import EngineConfig, SpeculationConfig
 from alspec.errors import BadNumbersError
+from alspec.kernels.linear.decode_weight import DecodeWeight
 from alspec.launch.bench.bench_common import check_close
 from alspec.launch.terminal.flags import check_positions
 from alspec.models.checkpoint.source import model_name
@@ -129,7 +130,15 @@ def _check(engine: Engine) -> None:
     # The embedding needs no conversion: it is read as fp32 anyway.
     exact = replace(
         weights,
-        layers=tuple(LayerWeights(**{key: x.float() for key, x in layer.tensors.items()}) for layer in weights.layers),
+        layers=tuple(
+            LayerWeights(
+                **{
+                    key: x.dequantise(torch.float32) if isinstance(x, DecodeWeight) else x.float()
+                    for key, x in layer.tensors.items()
+                }
+            )
+            for layer in weights.layers
+        ),
         final_norm=weights.final_norm.float(),
         lm_head=weights.lm_head.float(),
     )

@@ -17,6 +17,7 @@ from alspec.models.llama_config import LlamaConfig
 from alspec.runtime.cache.codecs import bytes_per_token, check_codec, check_window, fit_heads, kept_tokens
 from alspec.runtime.engine.composition import recalled_blocks
 from alspec.runtime.engine.drafting import check_rings, draft_model_config, round_size
+from alspec.runtime.engine.kept_weights import with_weights
 from alspec.runtime.engine.memory import DTYPES, GIB, check_max_context, plan_memory
 from alspec.runtime.profiling.stats import step_bytes
 
@@ -102,8 +103,10 @@ def print_plan(config: GenerateConfig) -> None:
     dtype = DTYPES[config.dtype or model.dtype]
     context = config.max_context or model.longest_context
     check_window(config.kv_cache, "off", model, context)
-    weights = model.weights_name(config.dtype or model.dtype)
-    weights = weights if model.quantisation is None else f"weights {weights}"
+    packs = dtype.itemsize == 2
+    named = with_weights(config, model, 1, packs)
+    weights = named.weights_name(config.dtype or model.dtype)
+    weights = weights if named.quantised_as is None else f"weights {weights}"
     draft_model = draft_model_config(config)
     rounds = round_size(config, draft_model)
     check_rings(config, model, draft_model, context)
@@ -131,8 +134,9 @@ def print_plan(config: GenerateConfig) -> None:
                 continue  # a rank would have one KV head; turbo-mixed needs two
             codec, protect, shard = config.kv_cache, config.kv_protect, Shard(0, tp_size, 0, world_size)
             recalled = recalled_blocks(config, mode)
-            plan = plan_memory(model, shard, dtype, 1, context, codec, "cuda", protect, recalled, rounds)
-            costs = step_costs(model, world_size, num_groups, dtype, context, codec, protect)
+            kept = with_weights(config, model, tp_size, packs)
+            plan = plan_memory(kept, shard, dtype, 1, context, codec, "cuda", protect, recalled, rounds)
+            costs = step_costs(kept, world_size, num_groups, dtype, context, codec, protect)
             step_us = tp_step_us(costs) if mode == "off" else speculative_step_us(costs, PREDICTED_HIT_RATE)
             off_us = step_us if mode == "off" else off_us
             sizes = (plan.weights_bytes, plan.cache_bytes, plan.buffer_bytes)

@@ -24,6 +24,7 @@ from alspec.kernels.attention.decode.lean_decode import RecallBuffers
 from alspec.kernels.attention.dispatch import attend
 from alspec.kernels.attention.recall import RecallState
 from alspec.kernels.comm.exchange import Exchange, LogitExchange
+from alspec.kernels.linear.decode_weight import DecodeWeight
 from alspec.kernels.linear.head_norm import norm_rope_append
 from alspec.kernels.linear.projections import gate_up_silu, qkv_rope_append
 from alspec.kernels.linear.push import lm_head, push_partial
@@ -258,7 +259,7 @@ class Decoder:
         self,
         reduce_index: int,
         act: Tensor,
-        weight: Tensor,
+        weight: Tensor | DecodeWeight,
         bias: Tensor | None,
         gamma: Tensor,
         branch: LaunchContext,

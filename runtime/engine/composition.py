@@ -69,6 +69,11 @@ class Choices:
         """Data type of weights and activations."""
         return DTYPES[self.dtype_name]
 
+    @property
+    def packs_weights(self) -> bool:
+        """Quantised weights are kept packed: kernels for them run on GPUs, with activations of 16 bits."""
+        return self.device.type == "cuda" and self.dtype.itemsize == 2
+
 
 def choose(config: EngineConfig, model: LlamaConfig, has_trace: bool) -> Choices:
     """Choose mode, device, dtype and how steps run.

@@ -20,12 +20,10 @@ from torch import Tensor
 from alspec.config import EngineConfig, SamplingConfig, check_softmax, validate
 from alspec.errors import UserError
 from alspec.kernels.common.limits import MAX_BATCH, MAX_ROWS
-from alspec.kernels.kv_codec.formats import rotates_values
-from alspec.kernels.kv_codec.turboquant.rotation import rotation
 from alspec.kernels.sampling.adjustment import tokens_seen
 from alspec.kernels.sampling.logprobs import Logprobs
 from alspec.models.checkpoint.source import model_config, open_tokenizer
-from alspec.models.llama import Llama, rotate_values
+from alspec.models.llama import Llama
 from alspec.models.tokenizer.tokenizer import Prompt, Tokenizer, encode_prompts, prompts_of, spelled
 from alspec.runtime.cache.codecs import Cache, check_window, fit_heads
 from alspec.runtime.decode.decode_step import DecodeStep, StepRecord
@@ -48,6 +46,7 @@ from alspec.runtime.engine.generation import (
     rows_of,
 )
 from alspec.runtime.engine.kept_prefix import KeptPrefix
+from alspec.runtime.engine.kept_weights import with_weights
 from alspec.runtime.engine.loading import agreed_settings, model_notices, open_model, read_weights, take_device, warm_up
 from alspec.runtime.engine.memory import MemoryPlan, available_bytes, check_fits, check_max_context
 from alspec.runtime.engine.prompt_pass import process_prompts
@@ -82,10 +81,12 @@ class Engine:
         self.checkpoint, self.tokenizer = open_model(config, self.model_config)
         check_max_context(config.max_context, self.model_config)
         self._choices = choose(config, self.model_config, trace)
+        tp_size = self._choices.placement.tp_size
+        self.model_config = with_weights(config, self.model_config, tp_size, self._choices.packs_weights)
         self._drafting = Drafting.open(config, self.model_config, self.tokenizer, self._choices)
         self.mode, self.placement, self.device = self._choices.mode, self._choices.placement, self._choices.device
         self.dtype, self.dtype_name = self._choices.dtype, self._choices.dtype_name
-        about_model = model_notices(config, self.checkpoint, self.model_config, self.dtype_name)
+        about_model = model_notices(config, self.checkpoint, self.model_config, self.dtype_name, tp_size)
         self.notices = [*about_model, *self._choices.notices]  # choices a user may not expect
         self._has_warned = False  # `stream` shows them once; commands print them
         # Engines of one process have keys of their own; ranks create them in the same order.
@@ -259,8 +260,6 @@ class Engine:
         self.heartbeat.mark(0, LOADING, -1)
         take_device(self.device, placement)
         weights = read_weights(self.checkpoint, config, placement, self.dtype, self.device)
-        if rotates_values(self.config.kv_cache):
-            rotate_values(weights, config, rotation(config.head_dim, self.device))
         self.transport = Transport(placement, self.device, self._choices.backend, self._store)
         try:
             self._peer_memory, notices = find_peer_memory(self._choices, self.config.transport, self.transport)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from alspec.config import EngineConfig
+from alspec.kernels.kv_codec.turboquant.rotation import rotation
 from alspec.models.checkpoint.checkpoint import Checkpoint
 from alspec.models.checkpoint.source import (
     draft_model_source,
@@ -20,6 +21,7 @@ from alspec.models.checkpoint.source import (
 )
 from alspec.models.llama import Llama, LlamaWeights, load_weights, random_weights
 from alspec.models.llama_config import LlamaConfig
+from alspec.models.matrix_formats import MATRICES, num_packed
 from alspec.models.tokenizer.tokenizer import Tokenizer
 from alspec.runtime.cache.codecs import Cache
 from alspec.runtime.decode.hooks import OperationHook
@@ -45,13 +47,19 @@ def open_model(config: EngineConfig, model: LlamaConfig) -> tuple[Checkpoint | N
 
 
 def model_notices(
-    config: EngineConfig, checkpoint: Checkpoint | None, model: LlamaConfig, dtype_name: str
+    config: EngineConfig, checkpoint: Checkpoint | None, model: LlamaConfig, dtype_name: str, tp_size: int
 ) -> list[str]:
     """Lines about a model: its source, what quantised weights are, and what of the checkpoint is not used."""
     notices = notices_of_model(config)
     if checkpoint is None or model.quantisation is None:
         return notices
     notices.append(f"weights: {model.weights_name(dtype_name)}")
+    kept, matrices = num_packed(model, tp_size), model.num_layers * len(MATRICES)
+    if model.packs_weights and kept < matrices:
+        notices.append(
+            f"weights: {matrices - kept} of {matrices} matrices dequantised to {dtype_name}: no kernel of a step takes "
+            "their format"
+        )
     if checkpoint.unused is not None:
         notices.append(
             f"checkpoint: not used: {checkpoint.unused}; only weights are quantised (the cache by --kv-cache)"
@@ -84,9 +92,10 @@ def read_weights(
     checkpoint: Checkpoint | None, model: LlamaConfig, placement: Placement, dtype: torch.dtype, device: torch.device
 ) -> LlamaWeights:
     """Read this rank's shard onto its device; random numbers without a checkpoint."""
+    turned = rotation(model.head_dim, device) if model.rotates_values else None
     if checkpoint is None:
-        return random_weights(model, placement.shard, dtype, device)
-    return load_weights(checkpoint, model, placement.shard, dtype, device)
+        return random_weights(model, placement.shard, dtype, device, turned)
+    return load_weights(checkpoint, model, placement.shard, dtype, device, turned)
 
 
 def warm_up(model: Llama, cache: Cache, transport: Transport, operation: OperationHook) -> None:

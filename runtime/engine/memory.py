@@ -15,6 +15,7 @@ from alspec.kernels.attention.recall import recall_bytes
 from alspec.kernels.attention.torch_attention import QUERIES_AT_ONCE, SCORE_BYTES, SCORES_AT_ONCE
 from alspec.models.llama import Shard
 from alspec.models.llama_config import LlamaConfig
+from alspec.models.matrix_formats import matrices_of, weights_bytes
 from alspec.runtime.cache.codecs import cache_bytes
 from alspec.runtime.decode.eager_sampling import DRAW_BYTES, DRAWN_AT_ONCE
 from alspec.runtime.decode.prefill import CHUNK_TOKENS
@@ -88,13 +89,13 @@ def plan_memory(
     q_heads, kv_heads = config.local_heads(tp_size)
     qkv_rows, attn_width = (q_heads + 2 * kv_heads) * config.head_dim, q_heads * config.head_dim
     intermediate = config.intermediate_size // tp_size
-    per_layer = hidden * (qkv_rows + attn_width + 3 * intermediate + 2)
-    per_layer += config.qkv_bias * qkv_rows + config.qk_norm * 2 * config.head_dim
+    per_layer = 2 * hidden + config.qkv_bias * qkv_rows + config.qk_norm * 2 * config.head_dim
     if shard.tp_rank == 0:  # adds the biases of row-parallel products
         per_layer += hidden * (config.o_bias + config.mlp_bias)
     per_layer += config.mlp_bias * 2 * intermediate
     lm_head = 0 if config.tie_word_embeddings else stop - start
     weights = dtype.itemsize * (hidden * (config.vocab_size + lm_head + 1) + config.num_layers * per_layer)
+    weights += weights_bytes(config, tp_size, dtype)
     cache = cache_bytes(kv_cache, config, tp_size, batch_size, max_context, dtype, kv_protect)
     tokens = min(CHUNK_TOKENS, max_context)
     # On the CPU a prompt of several chunks also needs a mask.
@@ -128,6 +129,8 @@ def plan_memory(
     words += config.vocab_size if shard.vocab_shards > 1 else 0
     # Rounds have their own packets for all rows beside those of plain steps.
     buffers = activations + logits + 8 * (batch_size + (rows if rounds is not None else 0)) * words
+    if config.packs_weights:  # prompts unpack one matrix at a time
+        buffers += dtype.itemsize * max(rows * columns for rows, columns, _ in matrices_of(config, tp_size).values())
     if recall_blocks:
         recall = recall_bytes(config.num_layers, q_heads, kv_heads, max_context, recall_blocks)
         # Captured rounds keep the weights of blocks of a plain step, and of each row of a round.

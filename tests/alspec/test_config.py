@@ -276,7 +276,7 @@ def test_lists_are_read(schema: type[BaseModel], values: dict[str, Any], expecte
         (
             BenchConfig,
             {"bench": "fast"},
-            "bench: expected allreduce, decode, prefill, prompt, ready, recall, shapes, turbo",
+            "bench: expected allreduce, decode, linear, prefill, prompt, ready, recall, shapes, turbo",
         ),
         (DoctorConfig, {"deadline": "inf"}, "deadline: expected a finite number, found 'inf'"),
         (DoctorConfig, {"deadline": "1e10"}, "deadline: expected 86400 or less, found '1e10'"),
@@ -487,6 +487,7 @@ def test_every_field_has_a_flag() -> None:
         "max-context": "77",
         "max-new-tokens": "5",
         "temperature": "0.5",
+        "weights": "int4",
         "top-k": "3",
         "top-p": "0.5",
         "min-p": "0.1",

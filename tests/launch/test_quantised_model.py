@@ -41,20 +41,34 @@ def test_generate_says_what_the_weights_are(run: Run, tmp_path: Path) -> None:
 
 
 def test_a_plan_says_what_the_weights_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Weights are held in bf16; ranks that would cut groups are not listed."""
+    """Weights are kept as they are; ranks that would cut groups are not listed."""
     save_quantised(tmp_path, "fp8-block")
     flags = ["--model", str(tmp_path), "--dtype", "bf16", "--plan"]
     assert generate.main(flags) == 0
     out = capsys.readouterr().out
-    title = "256 tokens, weights fp8 (compressed-tensors, blocks of 128 x 128), dequantised to bf16, cache bf16"
+    title = "256 tokens, weights fp8 (compressed-tensors, blocks of 128 x 128), cache bf16"
     assert title in " ".join(out.split())
     rows = [line.strip("│| ").replace("│", " ").split() for line in out.splitlines()]
     found = [row for row in rows if row and row[0].isdigit() and row[1] in ("off", "paired")]
     assert [" ".join(row[:3]) for row in found] == [
         "1 off 1", "2 off 2", "2 paired 1", "4 off 4", "4 paired 2", "8 paired 4",
     ]  # fmt: skip
-    plan = plan_memory(LlamaConfig.from_folder(tmp_path), Shard(), torch.bfloat16, 1, 256, device_type="cuda")
+    config = LlamaConfig.from_folder(tmp_path).model_copy(update={"packs_weights": True})
+    plan = plan_memory(config, Shard(), torch.bfloat16, 1, 256, device_type="cuda")
     assert found[0][3] == f"{plan.weights_bytes / GIB:.2f}"
+
+
+def test_a_plan_of_weights_that_are_quantised_when_read(capsys: pytest.CaptureFixture[str]) -> None:
+    found = []
+    for weights in ("auto", "fp8", "int4"):
+        assert generate.main(["--random-weights", "llama-3.1-8b", "--weights", weights, "--plan"]) == 0
+        out = capsys.readouterr().out
+        rows = [line.strip("│| ").replace("│", " ").split() for line in out.splitlines()]
+        found.append(next(float(row[3]) for row in rows if row and row[:2] == ["1", "off"]))
+    assert "weights int4 (groups of 128)" in " ".join(out.split())
+    # 6.98e9 numbers in layers, 1.05e9 in embedding and head. A scale for each row, or 32 bits for each group.
+    expected = [(16 * 6.98 + 16 * 1.05) / 8, (8 * 6.98 + 16 * 1.05) / 8, (4.25 * 6.98 + 16 * 1.05) / 8]
+    assert found == pytest.approx([1e9 * size / GIB for size in expected], rel=0.005)
 
 
 def test_what_is_not_used_is_said_once(tmp_path: Path) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
 
-__all__ = ["PackedFormat", "PackedWeight", "pack_nibbles", "unpack_nibbles"]
+__all__ = ["FP8_MAX", "PackedFormat", "PackedWeight", "join_rows", "pack_nibbles", "unpack_nibbles"]
 
 PackedFormat = Literal["fp8", "int8", "int4"]
+FP8_MAX = 448.0  # largest e4m3 number
 _PIECE_NUMBERS = 1 << 24  # numbers that are dequantised at once
 _MIDDLE = {"int4": 8, "int8": 128}  # the zero point of symmetric codes
 
@@ -106,6 +108,14 @@ class PackedWeight:
             shape=(stop - start, self.shape[1]),
         )  # fmt: skip
 
+    def take_rows(self, rows: Tensor) -> Self:
+        """The rows of these numbers, in their order."""
+        zeros = None if self.zeros is None else self.zeros[rows]
+        return replace(
+            self, data=self.data.view(torch.uint8)[rows].view(self.data.dtype), scales=self.scales[rows], zeros=zeros,
+            shape=(len(rows), self.shape[1]),
+        )  # fmt: skip
+
     def _groups(self) -> Tensor:
         """[in] int64, the group of each stored column."""
         if self.column_groups is not None:
@@ -143,3 +153,28 @@ class PackedWeight:
             grouped -= _MIDDLE[self.format] if zeros is None else zeros
         grouped *= scales
         return values
+
+
+def join_rows(parts: Sequence[PackedWeight]) -> PackedWeight:
+    """One weight of the rows of several, such as q, k and v; each row keeps its own scales.
+
+    Raises:
+        ValueError: the parts differ in format, groups, order of columns, or in whether they have zero points.
+    """
+    first = parts[0]
+
+    def same(a: Tensor | None, b: Tensor | None) -> bool:
+        return a is b or (a is not None and b is not None and torch.equal(a, b))
+
+    for part in parts[1:]:
+        alike = (part.format, part.shape[1], part.group_size, part.zeros is None) == (
+            first.format, first.shape[1], first.group_size, first.zeros is None,
+        )  # fmt: skip
+        if not alike or not same(part.perm, first.perm) or not same(part.column_groups, first.column_groups):
+            raise ValueError("parts: expected one format, one grouping and one order of columns")
+    joined: dict[str, Any] = {"shape": (sum(part.shape[0] for part in parts), first.shape[1])}
+    for name in ("data", "scales", "zeros"):
+        tensors = [getattr(part, name) for part in parts]
+        if tensors[0] is not None:
+            joined[name] = torch.cat(tensors)
+    return replace(first, **joined)

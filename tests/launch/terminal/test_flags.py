@@ -92,6 +92,7 @@ BAD_VALUES = [
     ("--draft-tokens", "16", "expected 15 or less, found"),
     ("--kv-cache", "int8", "hybrid-k4v2 or hybrid-k3v2, found"),
     ("--kv-protect", "-1", "expected 0 or more, found"),
+    ("--weights", "int8", "expected auto, fp8 or int4, found"),
     ("--softmax", "fast", "expected exact or sas, found"),
     ("--transport", "mpi", "nccl or gloo, found"),
     ("--cuda-graph", "yes", "expected auto, on or off, found"),

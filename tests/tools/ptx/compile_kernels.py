@@ -24,7 +24,8 @@ from alspec.kernels.attention.decode import combine
 from alspec.kernels.bench import measuring
 from alspec.kernels.kv_codec import codec_kernels
 from alspec.kernels.kv_codec.formats import FORMATS
-from alspec.kernels.linear import gemv_tile, head_norm, mma_tile, projections, push
+from alspec.kernels.linear import gemv_tile, head_norm, mma_tile, packed_tile, projections, push, unpack_weight
+from alspec.kernels.linear.decode_weight import block_lines
 from alspec.kernels.norm import residual
 from alspec.kernels.prompt import prompt_kernels
 from alspec.kernels.rounds import ngram, round_kernels
@@ -44,6 +45,7 @@ FAST = {
     *("lean, spec, recall", "lean combine, spec, recall", "flashq, spec, recall", "recall lists"),
     "lean, 5 rows, batch 1",
     *("prefill, head 64", "reading alone", "add_rms_norm", "rotate_heads", "silu_mul", "qkv, long rows"),
+    *("weights, gate_up, int4", "weights, down, fp8", "weights, unpacked, int4"),
     *("qkv, gated, tp 4, batch 8", "gate_up, gated, tp 4, batch 8", "o, tp 4, batch 8"),
 }
 NO_LOGPROBS = dict.fromkeys(["logits_ptr", "log_sums_ptr", "top_ptr", "logprobs_ring_ptr"])
@@ -65,7 +67,8 @@ def decode_step(capability: int, tp_size: int, batch_size: int, gate: bool = Fal
     hidden, heads, kv_heads, mlp, vocab = 4096, 32 // tp_size, 8 // tp_size, 14336 // tp_size, 128256
     pdl = {"PDL": capability >= 90}
     squares = {"S": 128, "SP": 128}
-    plain: dict[str, Any] = {"bias_ptr": None}  # a model without biases
+    # A model without biases, whose weights are not quantised.
+    plain: dict[str, Any] = {"bias_ptr": None, "scale_ptr": None, "FORMAT": None, "GROUP": 0}
     stream = {"K": hidden, "KP": hidden, "B": batch_size} | plain | gates | squares | pdl
 
     def tile(num_rows: int, inputs: int, matrices: int) -> tuple[int, dict[str, int]]:
@@ -188,7 +191,7 @@ def long_rows(capability: int) -> dict[str, Any]:
     }  # fmt: skip
     pairs, _, _ = mma_tile.tile_of(1, hidden, 2, 64, 2, True)
     rows, steps, warps = mma_tile.tile_of(1, hidden, 2, mlp, 2, True)
-    constants |= {"STEPS": steps, "WARPS": warps, "bias_ptr": None}
+    constants |= {"STEPS": steps, "WARPS": warps, "bias_ptr": None, "scale_ptr": None, "FORMAT": None, "GROUP": 0}
     qkv = {"HQ": heads, "HKV": kv_heads, "D": 128, "PAIRS": pairs}
     qkv |= dict.fromkeys(["tail_ptr", "tail_scale_ptr", "raw_ptr"]) | {"RING": False, "ROWS": 1}
     return {
@@ -197,6 +200,58 @@ def long_rows(capability: int) -> dict[str, Any]:
             capability, projections._gate_up_silu_kernel, warps, constants | {"I": mlp, "ROWS": rows}, out_ptr="*bf16"
         ),
     }  # fmt: skip
+
+
+def quantised_weights(capability: int) -> dict[str, Variant]:
+    """Projections of the 8B shape on one rank with quantised weights, and their unpacking."""
+    pdl, squares = {"PDL": capability >= 90}, {"S": 128, "SP": 128}
+    types = dict.fromkeys(["w_ptr"], "*i32")
+
+    def how(kind: str, group: int, inputs: int) -> dict[str, Any]:
+        warps = packed_tile.NUM_WARPS[kind]
+        steps = packed_tile._chunk_k_blocks(inputs, kind, group, warps)
+        found: dict[str, Any] = {"K": inputs, "KP": inputs, "STEPS": steps, "WARPS": warps}
+        found |= {"FORMAT": kind, "GROUP": group, "bias_ptr": None} | squares | pdl
+        return found | ({"scale_ptr": None} if group else {})
+
+    def pushed(kind: str, group: int, inputs: int, batch: int, gate: bool = False) -> Variant:
+        constants = how(kind, group, inputs)
+        constants |= {"B": batch, "ROWS": 16, "MASKED": False, "PEERS": 1, "SOURCES": 1, "PUSH": True, "LOOP": gate}
+        constants |= {"squares_ptr": None} | ({} if gate else {"gate_ptr": None})
+        return variant(capability, push._push_partial_kernel, constants["WARPS"], constants, **types)
+
+    def gate_up(kind: str, group: int, batch: int, gate: bool = False) -> Variant:
+        constants = how(kind, group, 4096) | {"B": batch, "I": 14336, "ROWS": 8, "LOOP": gate}
+        constants |= {} if gate else {"gate_ptr": None}
+        return variant(
+            capability, projections._gate_up_silu_kernel, constants["WARPS"], constants, **types, out_ptr="*bf16"
+        )
+
+    def qkv(kind: str, group: int, batch: int) -> Variant:
+        none = ("raw_ptr", "inbox_ptr", "epoch_ptr", "gate_ptr", "tail_ptr", "tail_scale_ptr")
+        shape = {"HQ": 32, "HKV": 8, "D": 128, "PAIRS": 8, "RING": False, "ROWS": 1, "B": batch, "LOOP": False}
+        constants = how(kind, group, 4096) | shape | dict.fromkeys(none)
+        names = projections._qkv_rope_append_kernel.arg_names
+        constants = {name: value for name, value in constants.items() if name in names}
+        return variant(capability, projections._qkv_rope_append_kernel, constants["WARPS"], constants, **types)
+
+    def unpacked(kind: str, group: int) -> Variant:
+        constants = {"K": 4096, "FORMAT": kind, "GROUP": group, "LINES": int(block_lines(kind, group)), "ROWS": 16}
+        constants |= {"BLOCK": unpack_weight.INPUTS} | ({"scale_ptr": None} if group else {})
+        return variant(capability, unpack_weight._unpack_kernel, 4, constants, **types, out_ptr="*bf16")
+
+    return {
+        "weights, qkv, fp8": qkv("fp8", 0, 1),
+        "weights, qkv, int4, batch 8": qkv("int4", 4, 8),
+        "weights, gate_up, int4": gate_up("int4", 4, 1),
+        "weights, gate_up, fp8, gated, 16 rows": gate_up("fp8", 0, 16, True),
+        "weights, down, fp8": pushed("fp8", 0, 14336, 1),
+        "weights, down, int4, gated, batch 8": pushed("int4", 4, 14336, 8, True),
+        "weights, o, fp8 in blocks": pushed("fp8", 2, 4096, 1),
+        "weights, o, int4 in groups of 32, 16 rows": pushed("int4", 1, 4096, 16),
+        "weights, unpacked, fp8": unpacked("fp8", 0),
+        "weights, unpacked, int4": unpacked("int4", 4),
+    }
 
 
 def sampled(capability: int, vocab_size: int = 128256) -> dict[str, Any]:
@@ -397,6 +452,7 @@ def all_variants(capability: int) -> dict[str, Variant]:
         add({f"lean, gated, spec, {phase}": lean(capability, 4, 128, 1, True, True, phase)})
     add({"flashq": flashq(capability, 4, 128, 1, False)})
     add({"recall lists": choose_lists(capability, 4, 16, 2048)})
+    add(quantised_weights(capability))
     add(quantised_cache(capability) | sampled(capability) | between_products(capability) | long_rows(capability))
     add(rounds(capability))
     add(_hopper_variants() if capability == 90 else _prefill_variants(capability))

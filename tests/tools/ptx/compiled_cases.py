@@ -40,6 +40,7 @@ from alspec.kernels.comm.ll_packets import LATE_PACKET, fault_code, split_fault
 from alspec.kernels.comm.pair_state import PairShape
 from alspec.kernels.kv_codec.formats import FORMATS
 from alspec.kernels.linear import projections, push
+from alspec.kernels.linear.decode_weight import pack_weight
 from alspec.kernels.norm import residual
 from alspec.kernels.norm.residual import num_square_sums, reduce_norm
 from alspec.kernels.sampling import next_token
@@ -212,6 +213,38 @@ def project(batch: int, hidden: int, rows: int, dtype: torch.dtype, gated: bool,
     return {"error": float((exchange.partial - expected).norm() / expected.norm())} | counts
 
 
+def project_quantised(batch: int, hidden: int, rows: int, kind: str, group_size: int, gate: int, **how: Any) -> Found:
+    """`project` with quantised weights. gate: 1, or 0 for one that is closed, or -1 for none."""
+    gates = None if gate < 0 else torch.full((1,), gate, dtype=torch.int32)
+    x, squares = stream(CPU, torch.bfloat16, batch, hidden)
+    groups = -(-hidden // group_size)
+    codes = torch.randint(16, (2 * rows, hidden), dtype=torch.uint8)
+    zeros = torch.randint(16, (2 * rows, groups), dtype=torch.uint8) if kind == "int4" else None
+    if kind == "fp8":
+        codes = torch.randn(2 * rows, hidden).to(torch.float8_e4m3fn)
+    scales = (torch.rand(2 * rows, groups) + 0.5).bfloat16()
+    by_pairs, by_rows = (pack_weight(codes, scales, zeros, kind, group_size, stride) for stride in (rows, 8))
+    values = by_rows.dequantise(torch.float64)
+    kernel = Emulated(projections._gate_up_silu_kernel, 90, PDL=True, **how)
+    out = nan(CPU, torch.bfloat16, batch, rows)
+    with mock.patch.object(projections, "_gate_up_silu_kernel", kernel):
+        projections.gate_up_silu(x, squares, by_pairs, out, EPS, gates)
+    sums = Emulated(push._push_partial_kernel, 90, PDL=True, **how)
+    zero = torch.zeros(1, dtype=torch.int32)
+    exchange = Exchange(nan(CPU, torch.float32, batch, 2 * rows), zero + 6, zero)
+    with mock.patch.object(push, "_push_partial_kernel", sums):
+        push.push_partial(x, by_rows, exchange, 0, gates)
+    counts = {name: kernel.counts[name] + sums.counts[name] for name in kernel.counts}
+    if gate == 0:
+        assert out.isnan().all()
+        assert exchange.partial.isnan().all()
+        return {"error": 0.0} | counts
+    check(out, gate_up_silu_ref(x, squares, values, EPS), torch.bfloat16)
+    expected = push_partial_ref(x, values)
+    check(exchange.partial, expected, torch.float32)
+    return {"error": float((exchange.partial - expected).norm() / expected.norm())} | counts
+
+
 def received(late: bool, parts: int, **how: Any) -> Found:
     """A handover of x, the newest token and `A~`, combined from its parts; `late`: packets of the previous step."""
     shape, epoch, capacity = PairShape(2, 1, 1, 64, 2, 1, 16, parts), 6, 3
@@ -284,6 +317,11 @@ CASES: dict[str, Callable[[], Found]] = {
     "3 requests, a part of a chunk": sound(lambda: project(3, 200, 40, torch.bfloat16, False)),
     "8 requests, one chunk, fp16": sound(lambda: project(8, 1024, 24, torch.float16, False)),
     "2 requests, chunks of several tiles": sound(lambda: project(2, 1664, 88, torch.bfloat16, True)),
+    "1 request, fp8": sound(lambda: project_quantised(1, 1096, 40, "fp8", 1096, -1)),
+    "11 requests, fp8 in blocks": sound(lambda: project_quantised(11, 712, 24, "fp8", 128, -1)),
+    "1 request, int4": sound(lambda: project_quantised(1, 5000, 24, "int4", 128, -1)),
+    "3 requests, int4, chunks of several tiles": sound(lambda: project_quantised(3, 2112, 120, "int4", 64, 1)),
+    "1 request, int4, closed gate": sound(lambda: project_quantised(1, 2112, 24, "int4", 32, 0)),
     "all-reduce": sound(lambda: all_reduce(False)),
     "all-reduce, packets of the previous step": sound(lambda: all_reduce(True)),
     "all-reduce, own packets in a buffer of their own": sound(lambda: all_reduce(False, own=True)),

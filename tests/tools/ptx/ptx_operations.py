@@ -197,6 +197,18 @@ def _compare(m: Machine, i: Instruction, a: Values, b: Values, third: Values | N
     return found if third is None else LOGIC[i.modifiers[1]](found, third)
 
 
+@_operation("lop3", "", "", "", "u32")
+def _any_of_three_bits(m: Machine, i: Instruction, a: Values, b: Values, c: Values, table: Values) -> Values:
+    """A function of three bits, by its table of eight results: bit 4 a + 2 b + c of it."""
+    found = np.zeros_like(a)
+    for index in range(8):
+        if int(table[0]) >> index & 1:
+            found |= np.bitwise_and(
+                np.bitwise_and(a if index & 4 else ~a, b if index & 2 else ~b), c if index & 1 else ~c
+            )
+    return found
+
+
 @_operation("cvt", "", "", result="to")
 def _convert(m: Machine, i: Instruction, x: Values, low: Values | None = None) -> Values:
     """Convert to the first type in the modifiers, from the second; of a pair, the first operand is the upper half."""

@@ -1,0 +1,162 @@
+"""The four matrices of a layer, and the form in which a rank keeps each: in the dtype of the model, or quantised.
+
+`--weights fp8` and `int4` quantise every layer as it is read. `auto` leaves weights as the checkpoint has them. Fused
+steps on GPUs keep quantised matrices packed, as `DecodeWeight`. Everywhere else, and where the kernels have no layout
+for a format, a matrix has the same values in the dtype of the model.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from alspec.errors import UserError
+from alspec.kernels.linear.decode_weight import DecodeWeight, WeightFormat, fits, pack_weight, packed_bytes
+from alspec.models.checkpoint.quantised.packed_weight import PackedWeight, join_rows
+from alspec.models.checkpoint.quantised.quantisers import quantise_fp8_channel, quantise_int4
+from alspec.models.llama_config import LlamaConfig
+
+__all__ = [
+    "MATRICES",
+    "KeptFormat",
+    "Matrix",
+    "kept_format",
+    "matrices_of",
+    "num_packed",
+    "packed",
+    "quantised",
+    "weights_bytes",
+]
+
+MATRICES = ("qkv", "o", "gate_up", "down")
+_GROUPS = (128, 64, 32)  # inputs of a group of int4: the largest that divides the inputs of a rank
+_PIECE_NUMBERS = 1 << 24  # numbers that are quantised at once
+
+
+class Matrix(NamedTuple):
+    """The shape of one matrix on one rank, and the stride of its `DecodeWeight`."""
+
+    rows: int
+    columns: int
+    stride: int
+
+
+class KeptFormat(NamedTuple):
+    """How a matrix is quantised."""
+
+    format: WeightFormat
+    group_size: int  # inputs
+
+
+def matrices_of(config: LlamaConfig, tp_size: int) -> dict[str, Matrix]:
+    """The matrices of a layer on one rank of a group, by name."""
+    q_heads, kv_heads = config.local_heads(tp_size)
+    intermediate, head_dim = config.intermediate_size // tp_size, config.head_dim
+    return {
+        "qkv": Matrix((q_heads + 2 * kv_heads) * head_dim, config.hidden_size, head_dim // 2),
+        "o": Matrix(config.hidden_size, q_heads * head_dim, 8),
+        "gate_up": Matrix(2 * intermediate, config.hidden_size, intermediate),
+        "down": Matrix(config.hidden_size, intermediate, 8),
+    }
+
+
+def quantised_format(config: LlamaConfig, tp_size: int, name: str) -> KeptFormat | None:
+    """How `--weights` quantises a matrix; None: it does not.
+
+    Raises:
+        UserError: the inputs cannot be divided into groups.
+    """
+    columns = matrices_of(config, tp_size)[name].columns
+    if config.weights == "fp8":
+        return KeptFormat("fp8", columns)
+    if config.weights == "auto":
+        return None
+    sizes = [size for size in _GROUPS if columns % size == 0]
+    if not sizes:
+        raise UserError(
+            f"weights: int4 needs inputs in groups of {_GROUPS[-1]}, a rank has {columns} of {name}; use fp8"
+        )
+    return KeptFormat("int4", sizes[0])
+
+
+def stored_format(config: LlamaConfig, tp_size: int, layer: int, name: str) -> KeptFormat | None:
+    """How the checkpoint holds a matrix, if a `DecodeWeight` can hold it as well; else None.
+
+    It cannot hold codes of 8 bits, groups in another order, parts in several formats, and heads that change when read.
+    """
+    if config.quantisation is None or (name in ("qkv", "o") and config.changes_heads):
+        return None
+    parts = {
+        "qkv": ["self_attn.qkv_proj"] if config.fused_tensors else [f"self_attn.{part}_proj" for part in "qkv"],
+        "o": ["self_attn.o_proj"],
+        "gate_up": ["mlp.gate_up_proj"] if config.fused_tensors else ["mlp.gate_proj", "mlp.up_proj"],
+        "down": ["mlp.down_proj"],
+    }
+    schemes = [config.quantisation.scheme_of(f"model.layers.{layer}.{part}") for part in parts[name]]
+    scheme, columns = schemes[0], matrices_of(config, tp_size)[name].columns
+    if scheme is None or any(other != scheme for other in schemes) or scheme.has_order:
+        return None
+    if scheme.layout != "fp8" and scheme.bits != 4:
+        return None
+    size = columns if scheme.group_size == -1 else min(scheme.group_size, columns)
+    return KeptFormat("fp8" if scheme.layout == "fp8" else "int4", size)
+
+
+def kept_format(config: LlamaConfig, tp_size: int, layer: int, name: str) -> KeptFormat | None:
+    """The format in which a matrix is kept packed; None: it is kept in the dtype of the model."""
+    if not config.packs_weights:
+        return None
+    kept = quantised_format(config, tp_size, name) or stored_format(config, tp_size, layer, name)
+    matrix = matrices_of(config, tp_size)[name]
+    return kept if kept and fits((matrix.rows, matrix.columns), matrix.stride, kept.group_size) else None
+
+
+@functools.lru_cache(maxsize=256)
+def num_packed(config: LlamaConfig, tp_size: int) -> int:
+    """Matrices of all layers that are kept packed."""
+    layers = range(config.num_layers)
+    return sum(kept_format(config, tp_size, layer, name) is not None for layer in layers for name in MATRICES)
+
+
+@functools.lru_cache(maxsize=256)
+def weights_bytes(config: LlamaConfig, tp_size: int, dtype: torch.dtype) -> int:
+    """Bytes of the matrices of all layers on one rank."""
+    matrices, total = matrices_of(config, tp_size), 0
+    for layer in range(config.num_layers):
+        for name, matrix in matrices.items():
+            kept = kept_format(config, tp_size, layer, name)
+            if kept is None:
+                total += matrix.rows * matrix.columns * dtype.itemsize
+            else:
+                total += packed_bytes((matrix.rows, matrix.columns), matrix.stride, *kept)
+    return total
+
+
+def packed(weight: PackedWeight, stride: int) -> DecodeWeight:
+    """Bring a quantised matrix into the order of the decode kernels."""
+    assert weight.format != "int8"
+    assert weight.perm is None
+    assert weight.column_groups is None
+    return pack_weight(weight.codes(), weight.scales, weight.zeros, weight.format, weight.group_size, stride)
+
+
+def quantised(weight: Tensor, config: LlamaConfig, tp_size: int, name: str) -> Tensor | DecodeWeight:
+    """Quantise a matrix as `--weights` says: packed, or its new values in the same dtype."""
+    wanted = quantised_format(config, tp_size, name)
+    if wanted is None:
+        return weight
+    keeps = kept_format(config, tp_size, 0, name) is not None
+    parts = []
+    for rows in weight.split(max(1, _PIECE_NUMBERS // weight.shape[1])):  # a piece takes memory in fp32 several times
+        if wanted.format == "fp8":
+            part = quantise_fp8_channel(rows)
+        else:  # scales of 16 bits, whatever the dtype of the model, so that its values do not depend on it
+            part = quantise_int4(rows, wanted.group_size, scale_dtype=torch.bfloat16)
+        parts.append(part if keeps else part.dequantise(weight.dtype))
+    if not keeps:
+        return torch.cat([part for part in parts if isinstance(part, Tensor)])
+    whole = join_rows([part for part in parts if isinstance(part, PackedWeight)])
+    return packed(whole, matrices_of(config, tp_size)[name].stride)

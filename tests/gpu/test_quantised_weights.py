@@ -1,0 +1,64 @@
+"""Captured steps with packed weights on a GPU: the tokens of transformers with the dequantised weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from quantised_folders import save_quantised
+
+from alspec import Engine
+from alspec.kernels.linear.decode_weight import DecodeWeight
+
+NEW_TOKENS, LEAD = 24, 0.15  # rounding to bf16 moves no token whose logit leads by more
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+
+
+def prompts(count: int) -> list[list[int]]:
+    return [
+        torch.randint(151, (40 + 9 * n,), generator=torch.Generator().manual_seed(n)).tolist() for n in range(count)
+    ]
+
+
+@torch.no_grad()
+def clear_tokens(reference: Any, ids: list[int], tokens: list[int]) -> list[int]:
+    """Greedy tokens of transformers after the same tokens, up to the first one that leads by little."""
+    logits = reference(torch.tensor([ids + tokens])).logits[0, len(ids) - 1 : -1]
+    best = logits.topk(2)
+    unclear = (best.values[:, 0] - best.values[:, 1] < LEAD).nonzero().flatten().tolist()
+    return best.indices[: unclear[0] if unclear else len(tokens), 0].tolist()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("name", ["fp8-channel", "fp8-block", "int4-zeros", "int4-channel", "awq", "gptq"])
+def test_captured_tokens_are_those_of_transformers(name: str, count: int, tmp_path: Path) -> None:
+    reference, compared = save_quantised(tmp_path, name), 0
+    with Engine.from_pretrained(tmp_path, dtype="bf16", cuda_graph="on", speculation="off") as engine:
+        found = engine.generate(prompts(count), max_new_tokens=NEW_TOKENS, ignore_eos=True)
+        assert isinstance(found, list)
+        assert isinstance(engine.model.weights.layers[0].qkv, DecodeWeight)
+        for ids, each in zip(prompts(count), found, strict=True):
+            expected = clear_tokens(reference, ids, each.token_ids)
+            assert each.token_ids[: len(expected)] == expected
+            compared += len(expected)
+    assert compared > 5
+
+
+@pytest.mark.parametrize("weights", ["fp8", "int4"])
+@pytest.mark.parametrize("settings", [{}, {"kv_cache": "turboquant4"}, {"speculation": "simulated"}], ids=str)
+def test_steps_agree_with_prompts(weights: str, settings: dict[str, Any]) -> None:
+    """Prompts go through the library on unpacked matrices. A token that leads clearly is the same by both ways."""
+    options = {"speculation": "off"} | settings
+    with Engine.from_pretrained(None, dtype="bf16", weights=weights, **options) as engine:
+        ids = list(range(20, 60))
+        found = engine.generate(ids, max_new_tokens=16, ignore_eos=True)
+        assert not isinstance(found, list)
+        agree = 0
+        for place in range(1, 16):
+            again = engine.generate(ids + found.token_ids[:place], max_new_tokens=1, ignore_eos=True)
+            assert not isinstance(again, list)
+            agree += again.token_ids[0] == found.token_ids[place]
+        assert agree >= 13

@@ -1,0 +1,160 @@
+"""Matrices that a rank keeps packed: values, bytes and logits, of quantised folders and with `--weights`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from family_models import save_family
+from model_runner import Runner, ThreadTransport, close, on_ranks
+from quantised_folders import FORMATS, save_quantised
+from tiers import fast
+from torch import Tensor
+
+from alspec import Engine
+from alspec.config import EngineConfig
+from alspec.errors import UserError
+from alspec.kernels.kv_codec.turboquant.rotation import rotation
+from alspec.kernels.linear.decode_weight import DecodeWeight
+from alspec.models.checkpoint.source import model_config, open_checkpoint
+from alspec.models.llama import LlamaWeights, Shard, load_weights
+from alspec.models.llama_config import LlamaConfig
+from alspec.models.matrix_formats import MATRICES
+from alspec.runtime.distributed.placement import Placement
+from alspec.runtime.distributed.transport import Transport
+from alspec.runtime.engine.kept_weights import with_weights
+from alspec.runtime.engine.memory import plan_memory
+
+CPU, F32, BF16 = torch.device("cpu"), torch.float32, torch.bfloat16
+# What no kernel takes: codes of 8 bits, and groups in another order.
+DENSE = ("int8-group", "gptq-8", "int4-ordered", "gptq-ordered", "gptq-v2-ordered", "gptq-in-order")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def load(
+    folder: Path, shard: Shard, dtype: torch.dtype, packs: bool, kv_cache: str = "bf16", weights: str = "auto"
+) -> tuple[LlamaConfig, LlamaWeights]:
+    settings = EngineConfig(model=folder, weights=weights, kv_cache=kv_cache)  # type: ignore[arg-type]
+    config = with_weights(settings, model_config(settings), shard.tp_size, packs)
+    checkpoint = open_checkpoint(settings, config.model_copy(update={"weights": "auto"}))
+    turned = rotation(config.head_dim, CPU) if config.rotates_values else None
+    return config, load_weights(checkpoint, config, shard, dtype, CPU, turned)
+
+
+def values_of(weight: Tensor | DecodeWeight, dtype: torch.dtype) -> Tensor:
+    return weight.dequantise(dtype) if isinstance(weight, DecodeWeight) else weight
+
+
+def check_alike(kept: LlamaWeights, dense: LlamaWeights, dtype: torch.dtype) -> None:
+    for layer, expected in zip(kept.layers, dense.layers, strict=True):
+        assert layer.tensors.keys() == expected.tensors.keys()
+        for name, tensor in expected.tensors.items():
+            assert isinstance(tensor, Tensor)
+            assert torch.equal(values_of(layer.tensors[name], dtype), tensor), name
+
+
+def held_bytes(weights: LlamaWeights) -> int:
+    layers = [tensor for layer in weights.layers for tensor in layer.tensors.values()]
+    is_tied = weights.lm_head.data_ptr() == weights.embedding.data_ptr()
+    head = 0 if is_tied else weights.lm_head.nbytes
+    return sum(tensor.nbytes for tensor in [*layers, weights.embedding, weights.final_norm]) + head
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("name", fast(list(FORMATS), ["fp8-tensor", "fp8-block", "int4-zeros", "awq-row", "gptq-8"]))
+def test_packed_matrices_have_the_values_of_the_files(name: str, tp_size: int, tmp_path: Path) -> None:
+    save_quantised(tmp_path, name)
+    shard = Shard(tp_size - 1, tp_size, tp_size - 1, tp_size)
+    config, kept = load(tmp_path, shard, BF16, True)
+    _, dense = load(tmp_path, shard, BF16, False)
+    check_alike(kept, dense, BF16)
+    found = {name for layer in kept.layers for name in MATRICES if isinstance(getattr(layer, name), DecodeWeight)}
+    assert found == (set() if name in DENSE else set(MATRICES))
+    assert plan_memory(config, shard, BF16, 1, 64).weights_bytes == held_bytes(kept)
+
+
+@pytest.mark.parametrize(
+    ("name", "family"),
+    fast(
+        [(name, family) for name in ("fp8-block", "awq", "int4-channel") for family in ("Llama", "Qwen2", "Qwen3")],
+        [("fp8-block", "Qwen2"), ("awq", "Qwen3")],
+    ),
+)
+@torch.no_grad()
+def test_logits_of_two_ranks_with_packed_weights(name: str, family: str, tmp_path: Path) -> None:
+    """Prompts and eager steps unpack one matrix at a time; transformers has the dequantised weights."""
+    reference = save_quantised(tmp_path, name, family=family)
+    ids = torch.randint(151, (24,), generator=torch.Generator().manual_seed(1)).tolist()
+    parts = [load(tmp_path, Shard(rank, 2, rank, 2), F32, True) for rank in range(2)]
+    assert isinstance(parts[1][1].layers[1].qkv, DecodeWeight)
+
+    def work(transport: ThreadTransport) -> Tensor:
+        runner = Runner(*parts[transport.placement.rank], transport)
+        prompt = runner.prefill(ids[:-1], 7)
+        return torch.cat([prompt, runner.decode(ids[-1], len(ids))])
+
+    with on_ranks(2, work) as logits:
+        expected = reference(torch.tensor([ids])).logits[0, -2:]
+        close(logits[0], expected.flatten())
+
+
+@pytest.mark.parametrize(("case", "weights"), [("qwen3-biases", "fp8"), ("qwen2", "int4"), ("phi3-partial", "int4")])
+@torch.no_grad()
+def test_a_model_that_is_quantised_as_it_is_read(case: str, weights: str, tmp_path: Path) -> None:
+    """The same values packed and not; near those of the files; logits of transformers with these values."""
+    reference = save_family(tmp_path, case, hidden_size=64, intermediate_size=96)
+    config, kept = load(tmp_path, Shard(), F32, True, weights=weights)
+    _, dense = load(tmp_path, Shard(), F32, False, weights=weights)
+    _, exact = load(tmp_path, Shard(), F32, False)
+    check_alike(kept, dense, F32)
+    assert plan_memory(config, Shard(), F32, 1, 64).weights_bytes == held_bytes(kept)
+    for layer, original in zip(dense.layers, exact.layers, strict=True):
+        for name in MATRICES:
+            found, expected = getattr(layer, name), getattr(original, name)
+            error = float((found - expected).norm() / expected.norm())
+            assert 0.01 < error < (0.04 if weights == "fp8" else 0.13), name
+    runner = Runner(config, kept, Transport(Placement(), CPU, "gloo", None))
+    other = Runner(config, dense, Transport(Placement(), CPU, "gloo", None))
+    ids = list(range(3, 40))
+    close(runner.prefill(ids, 17), other.prefill(ids, 17))
+    logits = reference(torch.tensor([ids])).logits[0, -1]
+    assert float((runner.decode(5, 38) - other.decode(5, 38)).norm()) <= 1e-4 * float(logits.norm())
+
+
+def test_values_are_rotated_before_they_are_quantised(tmp_path: Path) -> None:
+    """With a quantised folder, qkv and o are then not kept packed."""
+    save_quantised(tmp_path, "awq", head_dim=64)
+    config, kept = load(tmp_path, Shard(), BF16, True, "turboquant4")
+    assert [isinstance(getattr(kept.layers[0], name), DecodeWeight) for name in MATRICES] == [False, False, True, True]
+    assert plan_memory(config, Shard(), BF16, 1, 64, "turboquant4").weights_bytes == held_bytes(kept)
+
+
+def test_weights_that_are_quantised_already(tmp_path: Path) -> None:
+    save_quantised(tmp_path, "awq")
+    with pytest.raises(UserError, match=r"weights: fp8 needs weights that are not quantised, found int4 \(awq"):
+        Engine.from_pretrained(tmp_path, weights="fp8")
+
+
+def test_inputs_that_are_not_whole_groups(tmp_path: Path) -> None:
+    save_family(tmp_path, "qwen3-biases", hidden_size=72)
+    with pytest.raises(UserError, match="weights: int4 needs inputs in groups of 32, a rank has 72 of qkv; use fp8"):
+        Engine.from_pretrained(tmp_path, weights="int4")
+
+
+def test_a_command_quantises_a_model(tmp_path: Path) -> None:
+    """On the CPU the values are dequantised; settings and memory say so."""
+    save_family(tmp_path, "qwen3-biases", hidden_size=64, intermediate_size=96)
+    with Engine.from_pretrained(tmp_path, weights="int4") as engine:
+        engine.generate([5, 6, 7], max_new_tokens=3, ignore_eos=True)
+        assert engine.model_config.weights_name("fp32") == "int4 (groups of 128), dequantised to fp32"
+        assert engine.memory is not None
+        assert engine.memory.weights_bytes == held_bytes(engine.model.weights)
