@@ -178,6 +178,11 @@ class EngineConfig(Schema):
     )
     verify_checksums: bool = Field(default=False, description="first compare the model folder with its SHA256SUMS")
 
+    @property
+    def tokens_of_step(self) -> int:
+        """Most tokens that a step adds to a text."""
+        return 1 if self.draft == "off" else self.draft_tokens + 1
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.model is not None and self.random_weights is not None:
@@ -338,11 +343,6 @@ class LatencyConfig(CommandConfig, EngineConfig, ChoiceConfig):
     trace: FilePath | None = Field(
         default=None, description="write a Perfetto trace of some steps of the last context, all ranks, to this file"
     )
-
-    @property
-    def tokens_of_step(self) -> int:
-        """Most tokens that a step adds to a text."""
-        return 1 if self.draft == "off" else self.draft_tokens + 1
 
     @property
     def sampling(self) -> SamplingConfig:

@@ -15,7 +15,7 @@ from alspec.kernels.attention.decode.combine import num_sums
 from alspec.kernels.attention.dispatch import attend_recall_parts, attend_spec_parts
 from alspec.kernels.attention.recall import RecallState
 from alspec.kernels.comm.pair_state import PairShape
-from alspec.kernels.common.limits import MAX_BATCH
+from alspec.kernels.common.limits import MAX_BATCH, MAX_ROWS
 from alspec.kernels.speculation.collective_handover import CollectiveHandover
 from alspec.models.llama import Llama
 from alspec.models.llama_config import LlamaConfig
@@ -45,6 +45,7 @@ __all__ = [
     "build_captured_step",
     "build_decode_step",
     "choose",
+    "eager_notices",
     "find_peer_memory",
     "recalled_blocks",
 ]
@@ -126,6 +127,14 @@ def _check_rounds(config: EngineConfig, mode: str) -> None:
 def recalled_blocks(config: EngineConfig, mode: str) -> int:
     """Blocks that `A~` recalls in a mode; 0 if nothing reads `A~`."""
     return config.speculation.recalled if mode != "off" or config.draft == "self" else 0
+
+
+def eager_notices(choices: Choices, batch_size: int, config: EngineConfig, known: list[str]) -> list[str]:
+    """Notices, other than the known ones, if steps of so many requests are too large to be captured."""
+    most, name = (MAX_BATCH, "requests") if config.draft == "off" else (MAX_ROWS, "rows of a round")
+    count = batch_size * config.tokens_of_step
+    notice = f"{count} {name}: operations are launched one by one; captured steps serve up to {most}"
+    return [notice] if choices.has_fused_step and count > most and notice not in known else []
 
 
 def find_peer_memory(choices: Choices, requested: str, transport: Transport) -> tuple[PeerMemory | None, list[str]]:

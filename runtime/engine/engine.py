@@ -19,7 +19,6 @@ from torch import Tensor
 
 from alspec.config import EngineConfig, SamplingConfig, check_softmax, validate
 from alspec.errors import UserError
-from alspec.kernels.common.limits import MAX_BATCH, MAX_ROWS
 from alspec.kernels.sampling.adjustment import tokens_seen
 from alspec.kernels.sampling.logprobs import Logprobs
 from alspec.models.checkpoint.source import model_config, open_tokenizer
@@ -31,7 +30,7 @@ from alspec.runtime.decode.eager_step import choose_tokens
 from alspec.runtime.distributed.agreement import Agreement
 from alspec.runtime.distributed.placement import PeerMemory
 from alspec.runtime.distributed.transport import TIMEOUT, Transport, connect_store
-from alspec.runtime.engine.composition import build_cache, build_decode_step, choose, find_peer_memory, recalled_blocks
+from alspec.runtime.engine import composition
 from alspec.runtime.engine.drafting import Drafting, check_rings
 from alspec.runtime.engine.generation import (
     Completion,
@@ -80,7 +79,7 @@ class Engine:
         self.model_config = fit_heads(config.kv_cache, model_config(config))
         self.checkpoint, self.tokenizer = open_model(config, self.model_config)
         check_max_context(config.max_context, self.model_config)
-        self._choices = choose(config, self.model_config, trace)
+        self._choices = composition.choose(config, self.model_config, trace)
         tp_size = self._choices.placement.tp_size
         self.model_config = with_weights(config, self.model_config, tp_size, self._choices.packs_weights)
         self._drafting = Drafting.open(config, self.model_config, self.tokenizer, self._choices)
@@ -197,11 +196,10 @@ class Engine:
             # The rank with the least memory decides for all.
             own = available_bytes(self.device, placement.local_world_size) + held
             available = min(map(int, self.agreement.exchange(str(own))))
-        codec = self.config.kv_cache
+        drafts, recalled = self._drafting, composition.recalled_blocks(self.config, self.mode)
         memory = check_fits(
-            config, placement.shard, self.dtype, batch_size, max_context, available, codec, self.device.type,
-            self.config.kv_protect, recalled_blocks(self.config, self.mode),
-            None if self._drafting is None else self._drafting.size,
+            config, placement.shard, self.dtype, batch_size, max_context, available, self.config.kv_cache,
+            self.device.type, self.config.kv_protect, recalled, None if drafts is None else drafts.size,
         )  # fmt: skip
         if "cache" in vars(self):
             # Free the graph, then the cache that it refers to, before the new cache is allocated.
@@ -214,19 +212,14 @@ class Engine:
             with self.heartbeat.waiting("load"):
                 self._load_model()
             self._weights_bytes = memory.weights_bytes
-        self.cache = build_cache(self._choices, self.config, config, batch_size, max_context)
+        self.cache = composition.build_cache(self._choices, self.config, config, batch_size, max_context)
         self._kept = KeptPrefix(self.cache, self.mode == "off" or self.config.speculation.threshold == 0.0)
-        rows, most, name = batch_size, MAX_BATCH, "requests"
-        if self._drafting is not None:
-            rows, most, name = batch_size * self._drafting.num_rows, MAX_ROWS, "rows of a round"
-        notice = f"{rows} {name}: operations are launched one by one; captured steps serve up to {most}"
-        if self._choices.has_fused_step and rows > most and notice not in self.notices:
-            self.notices.append(notice)
+        self.notices += composition.eager_notices(self._choices, batch_size, self.config, self.notices)
         parts = self.model, self.cache, self.connected()
         if self._drafting is not None:
             self.decode_step = self._drafting.build_step(*parts, self._peer_memory, self._step_operation)
         else:
-            self.decode_step = build_decode_step(
+            self.decode_step = composition.build_decode_step(
                 self._choices, self.config.speculation, *parts, self._peer_memory, self._step_operation
             )
         self.memory = memory
@@ -260,9 +253,10 @@ class Engine:
         self.heartbeat.mark(0, LOADING, -1)
         take_device(self.device, placement)
         weights = read_weights(self.checkpoint, config, placement, self.dtype, self.device)
-        self.transport = Transport(placement, self.device, self._choices.backend, self._store)
+        choices, requested = self._choices, self.config.transport
+        self.transport = Transport(placement, self.device, choices.backend, self._store)
         try:
-            self._peer_memory, notices = find_peer_memory(self._choices, self.config.transport, self.transport)
+            self._peer_memory, notices = composition.find_peer_memory(choices, requested, self.transport)
         except UserError:
             self.transport.close()
             self.transport = None
@@ -490,11 +484,7 @@ class Engine:
         self._raise_fault(fault)
 
     def decode(
-        self,
-        token_ids: list[int],
-        seq_lens: list[int],
-        num_steps: int,
-        prompts: list[list[int]] | None = None,
+        self, token_ids: list[int], seq_lens: list[int], num_steps: int, prompts: list[list[int]] | None = None
     ) -> Iterator[StepRecord]:
         """Steps of the prepared decode step behind what the cache holds; for profiling.
 
@@ -508,7 +498,7 @@ class Engine:
         self._kept.forget()
         self.timeline.start()
         self._begin_steps(token_ids, seq_lens, prompts=prompts)
-        tokens = 1 if self._drafting is None else self._drafting.num_rows  # most of a step
+        tokens = self.config.tokens_of_step
         for remaining in range(num_steps, 0, -1):
             self._mark_step()
             assert self.decode_step is not None

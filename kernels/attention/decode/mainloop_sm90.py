@@ -145,9 +145,8 @@ def _advance(cursor, next_range, batch, listed, BLOCK_N: gl.constexpr, HKV: gl.c
         if batch is None:
             output += gl.where(crosses, next_range[2], 0)
             token, end = gl.where(crosses, next_range[0], token), gl.where(crosses, next_range[1], end)
-        else:
-            if crosses:
-                output, token, end = _next_output(output, batch, HKV, SPEC)
+        elif crosses:
+            output, token, end = _next_output(output, batch, HKV, SPEC)
     return output, token, end
 
 
@@ -356,9 +355,7 @@ def _attend_run(
     if not IS_SPEC:
         following = output + 1, next_range[0], next_range[1]
         upcoming = following if batch is None else _next_output(output, batch, HKV, SPEC)
-        next_q = _load_query(
-            q_ptr, upcoming[0], num_outputs, HKV, HEADS_PAD, HEADS_PER_KV, D, HEAD_DIM, ROWS
-        )  # fmt: skip
+        next_q = _load_query(q_ptr, upcoming[0], num_outputs, HKV, HEADS_PAD, HEADS_PER_KV, D, HEAD_DIM, ROWS)
     if not PREFETCH_TILE:
         v_cursor, k_cursor = _issue_first_copies(
             streams, cursor, next_range, batch, listed, count, tiles_done, was_delayed, HKV, SPEC, PREFETCH_TILE
@@ -385,9 +382,7 @@ def _attend_run(
                 _store_query(q_tile, next_q)
                 output, token, end = upcoming
                 upcoming = (output + 1, token, end) if batch is None else _next_output(output, batch, HKV, SPEC)
-                next_q = _load_query(
-                    q_ptr, upcoming[0], num_outputs, HKV, HEADS_PAD, HEADS_PER_KV, D, HEAD_DIM, ROWS
-                )  # fmt: skip
+                next_q = _load_query(q_ptr, upcoming[0], num_outputs, HKV, HEADS_PAD, HEADS_PER_KV, D, HEAD_DIM, ROWS)
         if ROWS > 1:  # from L1; kept over the loop they would take too many registers
             row_lens = _row_lengths(row_lens_ptr, output, num_outputs, HKV, HEADS_PAD, HEADS_PER_KV, ROWS)
         stage, parity = _stage_and_parity(tiles_done + i, STAGES)

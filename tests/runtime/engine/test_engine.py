@@ -94,16 +94,16 @@ def test_an_engine_that_failed_to_load_loads_at_the_next_attempt(
     def fail(*_: object) -> None:
         raise error
 
-    build_cache = engine_module.build_cache
+    build_cache = composition.build_cache
 
     def new_cache_alone(*args: object) -> object:
         assert "cache" not in vars(engine), "there may be no room for both"
         return build_cache(*args)
 
-    monkeypatch.setattr(engine_module, "build_cache", new_cache_alone)
+    monkeypatch.setattr(composition, "build_cache", new_cache_alone)
     for prompt in ("The road", "The road " * 90):  # the second one needs another cache
         with monkeypatch.context() as patch:
-            patch.setattr(engine_module, name, fail)
+            patch.setattr(composition if name.startswith("build") else engine_module, name, fail)
             if name != "read_weights" or engine.memory is None:
                 with pytest.raises(error):
                     list(engine.stream(prompt, SAMPLING))
