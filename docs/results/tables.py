@@ -26,6 +26,7 @@ from round_table import against_plain, rounds
 from shape_table import shapes
 from speculation_tables import short_speculation, speculation
 from turn_table import turns
+from weight_tables import weight_products, weight_quality, weight_steps, weights
 
 from alspec.config import QUANTISED_CODECS, SpeculationConfig
 from alspec.latency_model import StepCosts, speculative_step_us
@@ -68,6 +69,13 @@ def main() -> None:
         drafts=accepted(read("drafts.jsonl")),
         rounds=against_plain(read("decode_rounds.jsonl")),
     )
+    packed = read("weights.jsonl")
+    write_between(
+        HERE.parent / "weights.md",
+        weight_steps=weight_steps(packed),
+        weight_products=weight_products(packed),
+        weight_quality=weight_quality(read("quality_weights.jsonl")),
+    )
     ablations = read("quality_ablations.jsonl")
     sections = [
         *(part for gpu in GPUS for part in whole_steps(*gpu)),
@@ -83,6 +91,7 @@ def main() -> None:
         *recall(),
         drafts(read("drafts.jsonl")),
         rounds(read("decode_rounds.jsonl")),
+        weights(read("weights.jsonl"), read("quality_weights.jsonl")),
         codecs("Demo checkpoint over caches", read("quality_codecs.jsonl")),
         over_contexts(read("quality_codecs.jsonl")),
         needles(read("quality_codecs.jsonl")),

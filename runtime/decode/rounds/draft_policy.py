@@ -18,7 +18,7 @@ __all__ = ["FUSED_COST", "FUSED_ROW_COST", "ROW_COST", "DraftPolicy", "round_cos
 
 ROW_COST = 0.05  # of each row beyond the first, relative to a plain step: products read the weights once for all rows
 # The same for the fused kernels: they read weights a little slower for several rows than for one, however many.
-FUSED_COST, FUSED_ROW_COST = 0.13, 0.02
+FUSED_COST, FUSED_ROW_COST = 0.1, 0.02
 WINDOW_ROUNDS = 16  # rounds that the mean is over
 PROBE_ROUNDS = 4  # rounds of a probe
 RESUME_MARGIN = 1.05  # a probe must pay by this factor

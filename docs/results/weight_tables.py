@@ -1,0 +1,73 @@
+"""The tables of quantised weights, for tables.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from result_rows import provenance, table
+
+PRODUCTS = {"qkv": "qkv, 6144 x 4096", "o": "o, 4096 x 4096", "gate_up": "gate and up, 28672 x 4096"}
+COLUMNS = {
+    "bf16": ("bf16", "alspec.projections"),
+    "FP8": ("fp8", "alspec.projections"),
+    "INT4": ("int4", "alspec.projections"),
+    "`torch._scaled_mm`, FP8": ("fp8", "torch._scaled_mm"),
+    "`torch._weight_int4pack_mm`": ("int4", "torch._weight_int4pack_mm"),
+}
+MODELS = {"demo": "bundled model, trained in bf16"}
+
+
+def weights(rows: list[dict[str, Any]], quality: list[dict[str, Any]]) -> str:
+    """The section on quantised weights; empty without rows."""
+    if not rows:
+        return ""
+    steps, products = ([row for row in rows if row["bench"] == name] for name in ("decode_step", "linear"))
+    return "\n\n".join(
+        [
+            "## Quantised weights",
+            "Whole steps of the 8B shape with random weights:",
+            provenance(*steps),
+            weight_steps(rows),
+            "Single products, at an earlier commit with other numbers of warps, in microseconds at 1 / 8 rows:",
+            provenance(*products),
+            weight_products(rows),
+            "Bits per byte of books, 8 windows of 1024 tokens in fp32:",
+            provenance(*quality),
+            weight_quality(quality),
+        ]
+    )
+
+
+def weight_steps(rows: list[dict[str, Any]]) -> str:
+    """A line for each step."""
+    lines = [
+        [
+            row["case"]["weights"], row["case"]["kv_cache"], str(row["case"]["context"]),
+            f"{row['us']['p50'] / 1e3:.2f}", f"{row['tokens_per_s']:.0f}", f"{row['share_of_limit']:.0%}",
+        ]
+        for row in rows if row["bench"] == "decode_step"
+    ]  # fmt: skip
+    return table(["weights", "cache", "tokens", "ms", "tokens/s", "share of its byte limit"], lines)
+
+
+def weight_products(rows: list[dict[str, Any]]) -> str:
+    """A line for each product: microseconds at 1 and at 8 rows."""
+    found = {
+        (row["case"]["product"], row["case"]["weights"], row["impl"], row["case"]["rows"]): row["us"]["p50"]
+        for row in rows if row["bench"] == "linear"
+    }  # fmt: skip
+    lines = [
+        [name, *(" / ".join(f"{found[product, *column, rows]:.1f}" for rows in (1, 8)) for column in COLUMNS.values())]
+        for product, name in PRODUCTS.items()
+    ]
+    return table(["product", *COLUMNS], lines)
+
+
+def weight_quality(rows: list[dict[str, Any]]) -> str:
+    """A line for each model: bits per byte as published, and with `--weights`."""
+    found = {(row["case"]["model"], row["case"].get("weights", "auto")): row["value"] for row in rows}
+    lines = [
+        [MODELS.get(model, model), *(f"{found[model, each]:.4f}" for each in ("auto", "fp8", "int4"))]
+        for model in dict.fromkeys(model for model, _ in found)
+    ]
+    return table(["model", "as published", "FP8", "INT4"], lines)
