@@ -45,7 +45,7 @@ def test_captured_tokens_are_those_of_transformers(name: str, count: int, tmp_pa
             pairs = clear_tokens(reference, ids, each.token_ids)
             assert [found for found, _ in pairs] == [expected for _, expected in pairs]
             compared += len(pairs)
-    assert compared > 0
+    assert compared > 5 * count
 
 
 @pytest.mark.parametrize("weights", ["fp8", "int4"])
