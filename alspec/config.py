@@ -142,6 +142,11 @@ class EngineConfig(Schema):
         le=MAX_DRAFT_TOKENS,
         description=f"K: most tokens that a round drafts, up to {MAX_DRAFT_TOKENS}",
     )
+    draft_weights: Weights = Field(
+        default="auto",
+        description="draft with a quantised copy of the model's weights, fp8 or int4; needs --draft self; auto: with "
+        "the model's own",
+    )
     draft_always: bool = Field(
         default=False, description="draft also where it has not paid lately, to measure; needs --draft"
     )
@@ -189,6 +194,8 @@ class EngineConfig(Schema):
             raise ValueError("model and random_weights exclude each other; give one of them")
         if self.verify_checksums and self.random_weights is not None:
             raise ValueError("verify_checksums without effect: random_weights reads no weights; leave one of them out")
+        if self.draft_weights != "auto" and self.draft != "self":
+            raise ValueError("draft_weights without effect: only draft self has a copy; give it, or leave this out")
         if self.draft_always and self.draft == "off":
             raise ValueError("draft_always without effect: draft is off; give one of the drafters, or leave it out")
         return self

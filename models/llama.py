@@ -45,6 +45,7 @@ __all__ = [
     "linear_in_pairs",
     "load_weights",
     "pad_halves",
+    "quantised_copy",
     "random_weights",
     "rotate_values",
 ]
@@ -266,12 +267,22 @@ def _finished(weights: LayerWeights, config: LlamaConfig, shard: Shard, rotation
     weights = _pad_heads(weights, config)
     if rotation is not None:
         _rotate_layer(weights, config, rotation)
+    return _quantised_layer(weights, config, shard.tp_size)
+
+
+def _quantised_layer(weights: LayerWeights, config: LlamaConfig, tp_size: int) -> LayerWeights:
+    """Quantise a layer's matrices, if `config.weights` says so."""
     if config.weights == "auto":
         return weights
     matrices: dict[str, Any] = {}
     for name in MATRICES:
-        matrices[name] = quantised(getattr(weights, name), config, shard.tp_size, name)
+        matrices[name] = quantised(getattr(weights, name), config, tp_size, name)
     return replace(weights, **matrices)
+
+
+def quantised_copy(weights: LlamaWeights, config: LlamaConfig, tp_size: int) -> LlamaWeights:
+    """The same weights with quantised matrices, as `config.weights` says; everything else is shared."""
+    return replace(weights, layers=tuple(_quantised_layer(layer, config, tp_size) for layer in weights.layers))
 
 
 def _pad_heads(weights: LayerWeights, config: LlamaConfig) -> LayerWeights:

@@ -10,7 +10,7 @@ from alspec.config import EngineConfig
 from alspec.errors import UserError, show
 from alspec.models.checkpoint.checkpoint import Checkpoint
 from alspec.models.checkpoint.source import draft_model_source, model_config
-from alspec.models.llama import Llama
+from alspec.models.llama import Llama, quantised_copy
 from alspec.models.llama_config import LlamaConfig
 from alspec.models.tokenizer.tokenizer import Tokenizer
 from alspec.predictor import first_lossy_length
@@ -27,6 +27,7 @@ from alspec.runtime.decode.rounds.self_drafter import SelfDrafter
 from alspec.runtime.distributed.placement import PeerMemory
 from alspec.runtime.distributed.transport import Transport
 from alspec.runtime.engine.composition import Choices
+from alspec.runtime.engine.kept_weights import with_weights
 from alspec.runtime.engine.loading import open_model, read_weights
 from alspec.runtime.engine.memory import RoundSize
 from alspec.runtime.engine.round_composition import build_captured_rounds, serves_rows
@@ -59,7 +60,7 @@ def _naming_draft() -> Iterator[None]:
 
 def round_size(config: EngineConfig, draft_model: LlamaConfig | None) -> RoundSize | None:
     """What rounds need in memory; None without drafts."""
-    return None if config.draft == "off" else RoundSize(config.draft_tokens + 1, draft_model)
+    return None if config.draft == "off" else RoundSize(config.tokens_of_step, draft_model, config.draft_weights)
 
 
 def check_rings(config: EngineConfig, target: LlamaConfig, draft_model: LlamaConfig | None, context: int) -> None:
@@ -78,13 +79,17 @@ def check_rings(config: EngineConfig, target: LlamaConfig, draft_model: LlamaCon
 
 @dataclass
 class Drafting:
-    """Drafts of one engine. Created before memory is taken; `load` takes that of the draft model's weights."""
+    """Drafts of one engine. Created before memory is taken; `load` takes that of the draft model's weights.
+
+    The draft model is a smaller one, or with `--draft-weights` a quantised copy of the model that verifies.
+    """
 
     config: EngineConfig
     target: LlamaConfig  # the model that verifies
     choices: Choices
-    model_config: LlamaConfig | None  # of the draft model
+    model_config: LlamaConfig | None  # of the smaller model
     checkpoint: Checkpoint | None
+    copy_config: LlamaConfig | None = None  # of the copy
     model: Llama | None = None  # the draft model, when it is loaded
 
     @classmethod
@@ -100,7 +105,7 @@ class Drafting:
             return None
         settings, model = draft_model_source(config), draft_model_config(config)
         if settings is None or model is None:
-            return cls(config, target, choices, None, None)
+            return cls(config, target, choices, None, None, _copy_config(config, target, choices))
         with _naming_draft():
             model.check_tp_size(choices.placement.tp_size)
             check_head_dim(model, choices.device)
@@ -120,7 +125,7 @@ class Drafting:
         return round_size(self.config, self.model_config)
 
     def load(self, transport: Transport) -> None:
-        """Read this rank's weights of the draft model."""
+        """Read this rank's weights of a smaller model."""
         if self.model_config is not None:
             choices = self.choices
             weights = read_weights(self.checkpoint, self.model_config, choices.placement, choices.dtype, choices.device)
@@ -139,6 +144,10 @@ class Drafting:
         It is captured where a fused step exists and one launch serves all rows, otherwise eager.
         """
         own = self._draft_cache(cache, transport)
+        if self.copy_config is not None and self.model is None:
+            tp_size = self.choices.placement.tp_size
+            self.model = Llama(self.copy_config, quantised_copy(model.weights, self.copy_config, tp_size), transport)
+            self.model.inv_freq = model.inv_freq  # they follow the total length, which is set in the model alone
         policy = DraftPolicy(self.config.draft_always)
         tp_size = self.choices.placement.tp_size
         if self.choices.has_fused_step and serves_rows(cache.batch_size, self.num_rows, self.target, tp_size):
@@ -147,7 +156,8 @@ class Drafting:
                 self._fused_round_cost, self.model, own,
             )  # fmt: skip
         chunk_size, recalled = self.config.speculation.chunk_size, self._recalled
-        forward = RowForward(model, cache, transport, chunk_size, operation, recalled)
+        copy = self.model if self.copy_config is not None else None
+        forward = RowForward(model, cache, transport, chunk_size, operation, recalled, copy)
         drafter: Drafter
         if self.config.draft == "ngram":
             drafter = NgramDrafter()
@@ -161,7 +171,7 @@ class Drafting:
         return RoundStep(forward, drafter, self.config.draft_tokens, policy)
 
     def _draft_cache(self, cache: Cache, transport: Transport) -> Cache | None:
-        """The draft model's cache; None without a draft model."""
+        """The cache of a smaller model; None without one."""
         if self.model is None or self.model_config is None:
             return None
         self.model.set_total_length(cache.max_context)
@@ -198,11 +208,30 @@ class Drafting:
     def _self_cost(self, seq_lens: list[int]) -> float:
         speculation = self.config.speculation
         longest = first_lossy_length(speculation.chunk_size, speculation.recalled)
-        return self._full_bytes([min(n, longest) for n in seq_lens]) / self._full_bytes(seq_lens)
+        lengths, model = [min(n, longest) for n in seq_lens], self.copy_config or self.target
+        read = self._step_bytes(model, lengths, self.config.kv_cache, self.config.kv_protect)
+        return read / self._full_bytes(seq_lens)
 
     def _model_cost(self, seq_lens: list[int]) -> float:
         assert self.model_config is not None
         return self._step_bytes(self.model_config, seq_lens, "bf16", 0) / self._full_bytes(seq_lens)
+
+
+def _copy_config(config: EngineConfig, target: LlamaConfig, choices: Choices) -> LlamaConfig | None:
+    """The model with the weights of `--draft-weights`; None without them.
+
+    Raises:
+        UserError: the model's weights are quantised already, or cannot be divided into groups.
+    """
+    if config.draft_weights == "auto":
+        return None
+    if target.quantised_as is not None:
+        raise UserError(
+            f"draft_weights: {config.draft_weights} copies weights that are not quantised, found "
+            f"{target.quantised_as}; leave it out"
+        )
+    copied = config.model_copy(update={"weights": config.draft_weights})
+    return with_weights(copied, target, choices.placement.tp_size, choices.packs_weights)
 
 
 def _check_tokenizers(draft: str, target: Tokenizer | None, own: Tokenizer | None) -> None:

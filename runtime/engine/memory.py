@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from alspec.config import Weights
 from alspec.errors import DoesNotFitError, UserError
 from alspec.kernels.attention.recall import recall_bytes
 from alspec.kernels.attention.torch_attention import QUERIES_AT_ONCE, SCORE_BYTES, SCORES_AT_ONCE
@@ -50,6 +51,7 @@ class RoundSize:
 
     rows: int  # of each request: the newest token and the drafts
     draft_model: LlamaConfig | None = None  # has weights and a cache of its own
+    draft_weights: Weights = "auto"  # of a copy of the model that drafts; auto: there is none
 
 
 @dataclass(frozen=True)
@@ -129,14 +131,19 @@ def plan_memory(
     words += config.vocab_size if shard.vocab_shards > 1 else 0
     # Rounds have their own packets for all rows beside those of plain steps.
     buffers = activations + logits + 8 * (batch_size + (rows if rounds is not None else 0)) * words
-    if config.packs_weights:  # prompts unpack one matrix at a time
-        buffers += dtype.itemsize * max(rows * columns for rows, columns, _ in matrices_of(config, tp_size).values())
+    # Prompts, and eager steps, unpack one matrix at a time.
+    unpacked = dtype.itemsize * max(rows * columns for rows, columns, _ in matrices_of(config, tp_size).values())
+    buffers += unpacked if config.packs_weights else 0
     if recall_blocks:
         recall = recall_bytes(config.num_layers, q_heads, kv_heads, max_context, recall_blocks)
         # Captured rounds keep the weights of blocks of a plain step, and of each row of a round.
         buffers += batch_size * recall * (1 if rounds is None or device_type != "cuda" else rounds.rows + 2)
     if rounds is not None:
         buffers += HISTORY_BYTES * batch_size * (max_context + rounds.rows)
+    if rounds is not None and rounds.draft_weights != "auto":
+        is_packed = device_type == "cuda" and dtype.itemsize == 2
+        copy = config.model_copy(update={"weights": rounds.draft_weights, "packs_weights": is_packed})
+        weights, buffers = weights + weights_bytes(copy, tp_size, dtype), buffers + (unpacked if is_packed else 0)
     if rounds is not None and rounds.draft_model is not None:
         # The two models do not run at the same time.
         own = plan_memory(rounds.draft_model, shard, dtype, batch_size, max_context, "bf16", device_type)

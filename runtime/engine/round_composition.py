@@ -113,7 +113,7 @@ def build_captured_rounds(
     Args:
         config: draft, draft_tokens, and what `self` drafts read (speculation).
         round_cost: (lengths) -> time of a round with drafts, relative to a plain step.
-        draft_model, draft_cache: of `--draft model:DIR`.
+        draft_model: of `--draft model:DIR`, with its cache; or the quantised copy of `--draft-weights`.
     """
     batch_size, device, num_rows = cache.batch_size, transport.device, config.draft_tokens + 1
     vocab_size = model.config.vocab_size
@@ -131,7 +131,8 @@ def build_captured_rounds(
     if config.draft == "ngram":
         drafter = NgramDrafts()
     elif config.draft == "self":
-        drafter = SelfDraftSteps(DraftDecoder(**parts.decoder(batch_size), chunk_size=chunk_size, recall=recall))
+        args = parts.decoder(batch_size) | ({} if draft_model is None else {"weights": draft_model.weights})
+        drafter = SelfDraftSteps(DraftDecoder(**args, chunk_size=chunk_size, recall=recall))
     else:
         assert draft_model is not None
         assert draft_cache is not None

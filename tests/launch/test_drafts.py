@@ -89,9 +89,11 @@ def test_a_batch_in_a_small_model_with_a_draft_model(run: Run, checkpoint: Path,
         (("--draft", "ngram", "--draft-tokens", 0), "flags: --draft-tokens: expected 1 or more, found '0'"),
         (("--draft", "ngram", "--draft-tokens", 16), "flags: --draft-tokens: expected 15 or less, found '16'"),
         (("--draft-always",), "draft_always without effect: draft is off"),
+        (("--draft", "ngram", "--draft-weights", "int4"), "draft_weights without effect: only draft self has a copy"),
+        (("--draft", "self", "--weights", "fp8", "--draft-weights", "int4"), "draft_weights: int4 copies weights that"),
         (("--draft", "model:a\0b"), "draft: model: expected a path, found 'a\\x00b'"),
         (("--draft", "model:nowhere"), "draft: nowhere: expected a model folder, found nothing"),
-        (("--draft", "self", "--cuda-graph", "on"), "on is not available with --draft"),
+        (("--draft", "self", "--cuda-graph", "on"), "cuda_graph: on needs a GPU"),
         (("--draft", "self", "--transport", "symm"), "symm"),
     ],
 )
@@ -108,9 +110,32 @@ def test_a_number_of_drafts_without_a_drafter(run: Run, checkpoint: Path) -> Non
     assert "without effect" not in run(*flags, "--draft-tokens", 5, "--draft", "ngram")[2]
 
 
-def test_latency_measures_plain_steps(capsys: pytest.CaptureFixture[str]) -> None:
-    assert latency.main(["--draft", "ngram"]) == 2
-    assert "flags: --draft: latency measures plain steps" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (("--draft", "ngram", "--modes", "off,paired"), "flags: --modes: --draft needs off, found off,paired"),
+        (("--acceptances", "0.5"), "flags: --acceptances: only drafts are accepted; add --draft"),
+        (("--draft", "ngram", "--trace", "t.json"), "flags: --trace: not for rounds; leave it out"),
+        (("--draft", "ngram", "--acceptances", "0.5"), "flags: --acceptances: forced shares need the fused kernels"),
+    ],
+)
+def test_what_latency_refuses_of_rounds(
+    capsys: pytest.CaptureFixture[str], checkpoint: Path, flags: tuple[str, ...], expected: str
+) -> None:
+    assert latency.main(["--model", str(checkpoint), "--transport", "gloo", "--contexts", "32", *flags]) == 2
+    assert expected in capsys.readouterr().err
+
+
+def test_latency_of_rounds(checkpoint: Path, tmp_path: Path) -> None:
+    """Real acceptance behind a text that repeats itself; rows have what was accepted."""
+    (tmp_path / "text.txt").write_text("One two three. " * 20)
+    flags = ["--model", checkpoint, "--transport", "gloo", "--contexts", "40", "--steps", "5", "--draft", "ngram"]
+    flags += ["--prompt-file", tmp_path / "text.txt", "--rows", tmp_path / "rows.jsonl", "--draft-always"]
+    assert latency.main([str(flag) for flag in flags]) == 0
+    (row,) = map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines())
+    assert (row["bench"], row["case"]["draft"], row["case"]["acceptance"]) == ("decode_round", "ngram", "real")
+    assert 1.0 <= row["tokens_per_round"] <= 5.0
+    assert sum(row["accepted"]) <= 5
 
 
 def test_plan_counts_the_draft_model(run: Run, checkpoint: Path) -> None:

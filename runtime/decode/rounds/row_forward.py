@@ -35,10 +35,17 @@ class RowForward:
         chunk_size: int,
         operation: OperationHook,
         recall_blocks: int = 0,
+        predicting: Llama | None = None,
     ) -> None:
-        """Allocate. chunk_size, recall_blocks: what `predict` reads of a cache."""
+        """Allocate.
+
+        Args:
+            chunk_size, recall_blocks: what `predict` reads of a cache.
+            predicting: a copy of the model with other weights, for `predict`; None: the model itself.
+        """
         self.model, self.cache, self.transport = model, cache, transport
         self._decoding = model.for_decoding()
+        self._predicting = self._decoding if predicting is None else predicting.for_decoding()
         self._operation = operation
         layers = [cache.layer(layer) for layer in range(cache.num_layers)]
         num_qo_heads = model.config.num_qo_heads // transport.placement.tp_size
@@ -101,7 +108,7 @@ class RowForward:
     def _run(
         self, token_ids: Tensor, seq_lens: Tensor, attention: Literal["attention", "predictor"]
     ) -> tuple[Tensor, Tensor]:
-        model, rows = self._decoding, token_ids.shape
+        model, rows = self._decoding if attention == "attention" else self._predicting, token_ids.shape
         positions = seq_lens.flatten() - 1
         if attention == "attention":
             self._queries = []

@@ -20,6 +20,7 @@ from alspec.kernels.attention.dispatch import DecodeAttention
 from alspec.kernels.attention.torch_attention import prefill_attention
 from alspec.models.llama import Llama, LlamaWeights, Shard, random_weights
 from alspec.models.llama_config import LlamaConfig
+from alspec.models.matrix_formats import weights_bytes
 from alspec.runtime.cache.codecs import new_cache
 from alspec.runtime.cache.kv_cache import KVCache
 from alspec.runtime.decode.eager_sampling import DRAW_BYTES, DRAWN_AT_ONCE
@@ -310,6 +311,8 @@ def test_rounds_add_rows_a_history_and_a_draft_model() -> None:
         assert both.weights_bytes == plain.weights_bytes + own.weights_bytes
         assert both.cache_bytes == plain.cache_bytes + own.cache_bytes
         assert both.buffer_bytes == max(rounds.buffer_bytes, own.buffer_bytes)
+    copied = plan_memory(*sizes, rounds=RoundSize(2, None, "fp8"))
+    assert copied.weights_bytes == plain.weights_bytes + weights_bytes(config, 1, torch.float32)
     with pytest.raises(DoesNotFitError):
         check_fits(*sizes[:5], both.total_bytes - 1, "turbo4", rounds=RoundSize(16, small))
     assert check_fits(*sizes[:5], both.total_bytes, "turbo4", rounds=RoundSize(16, small)) == both

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from round_cases import CoinDrafter, ConstantDrafter, cached, engine_of, generated, put_drafter
+from round_cases import CoinDrafter, ConstantDrafter, cached, engine_of, generated, put_captured, put_drafter
 from tiers import covering, fast
 
 from alspec.config import SamplingConfig
@@ -74,6 +74,29 @@ def test_text_and_cache_are_those_of_plain_decoding(
             assert all(accepted == drafts for drafts, accepted in rounds)
         for found, expected in zip(cached(engine, cached_lengths(prompts)), cache, strict=True):
             assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(("codec", "weights"), [("bf16", "fp8"), ("turboquant3", "fp8")])
+@pytest.mark.parametrize("is_captured", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_a_quantised_copy_drafts_for_the_model(
+    turbo_folder: Path, prompts: list[list[int]], codec: str, weights: str, is_captured: bool
+) -> None:
+    """Its drafts are wrong now and then; the text is that of the model's own weights."""
+    sampling = SamplingConfig(max_new_tokens=NEW_TOKENS if not is_captured else 6, ignore_eos=True)
+    with engine_of(turbo_folder, kv_cache=codec) as engine:
+        tokens = generated(engine, prompts[:2], sampling)
+    options = {"kv_cache": codec, "draft": "self", "draft_weights": weights, "draft_always": True, "draft_tokens": 3}
+    with engine_of(turbo_folder, **options) as engine:
+        if is_captured:
+            engine.load(2, LENGTHS[0] + NEW_TOKENS)
+            put_captured(engine)
+        assert generated(engine, prompts[:2], sampling) == tokens
+        copy = engine._drafting.model if engine._drafting is not None else None
+        assert copy is not None
+        assert not torch.equal(copy.weights.layers[0].down, engine.model.weights.layers[0].down)
+        assert copy.weights.lm_head is engine.model.weights.lm_head
+        rounds = [each for step in engine.generation.rounds for each in step]
+        assert 0 < sum(accepted for _, accepted in rounds) <= sum(drafts for drafts, _ in rounds)
 
 
 @pytest.mark.parametrize("codec", fast([*CODECS, "turbo-mixed"], ["turbo4"]))
