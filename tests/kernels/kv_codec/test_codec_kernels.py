@@ -365,7 +365,9 @@ def test_launchers_refuse_wrong_arguments(device: torch.device) -> None:
         kv_store(k, v, layer, 0, 0, out[0][:, :32], *out[1:])
     with pytest.raises(ValueError, match="contiguous channels"):
         kv_append(k[:1].transpose(1, 2), v[:1], layer, torch.tensor([1], dtype=torch.int32, device=device))
+    # Three rows are no multiple of two requests.
+    three, layer = Projection(3, 32, 2, 2, 64, torch.float32, device), noisy_layer(2, [4, 2], 64, 2, device)
     with pytest.raises(
-        ValueError, match=r"layer: expected a tail for k_cache \[2, 2, 1, 64\], found \[1, 2, 2, 64, 64\]"
+        ValueError, match=r"layer: expected a tail for k_cache \[3, 2, 1, 64\], found \[2, 2, 2, 64, 64\]"
     ):
-        Projection(2, 32, 2, 2, 64, torch.float32, device).run(torch.tensor([1, 1], dtype=torch.int32), layer)
+        three.run(torch.tensor([1, 1, 1], dtype=torch.int32), layer)

@@ -90,6 +90,7 @@ BAD_VALUES = [
     ("--chunk", "200", "128, 256, 512"),
     ("--draft", "n-gram", "off, ngram, self or model:DIR, found"),
     ("--draft-tokens", "16", "expected 15 or less, found"),
+    ("--draft-weights", "int8", "expected auto, fp8 or int4, found"),
     ("--kv-cache", "int8", "hybrid-k4v2 or hybrid-k3v2, found"),
     ("--kv-protect", "-1", "expected 0 or more, found"),
     ("--weights", "int8", "expected auto, fp8 or int4, found"),

@@ -525,4 +525,4 @@ def _hopper_variants() -> dict[str, Variant]:
 
 def is_fast(name: str) -> bool:
     """Whether the fast tier compiles this variant for compute capability 9.0."""
-    return name in FAST or name.startswith(("kv_", "sampling, ")) or name.endswith(", tp 2, batch 1")
+    return name in FAST or name.startswith(("kv_", "sampling, ", "round, ")) or name.endswith(", tp 2, batch 1")

@@ -31,7 +31,7 @@ CASES = [
 
 @pytest.mark.parametrize(
     ("drafter", "codec", "how", "num_drafts"),
-    fast(CASES, keep=[("ngram", "bf16", "both", 3), ("self", "turbo4", "sampled", 2)]),
+    fast(CASES, keep=[("ngram", "bf16", "both", 3)]),
 )
 def test_tokens_rounds_and_cache_are_those_of_eager_rounds(
     turbo_folder: Path, make_prompt: Any, drafter: str, codec: str, how: str, num_drafts: int
@@ -63,7 +63,8 @@ def test_tokens_rounds_and_cache_are_those_of_eager_rounds(
                 assert [token for token, _ in own.top] == [token for token, _ in other.top]
 
 
-@pytest.mark.parametrize("codec", ["bf16", pytest.param("turbo4", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("codec", ["bf16", "turbo4"])
 def test_a_draft_model(turbo_folder: Path, make_prompt: Any, codec: str) -> None:
     """The model drafts for itself over another cache: every draft is right, also behind plain steps."""
     prompts = [make_prompt(62, seed=1)]
