@@ -23,7 +23,7 @@ If a whole row is one group, its scale lies elsewhere, and a block is one line.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -69,6 +69,14 @@ class DecodeWeight:
     def nbytes(self) -> int:
         """Bytes of codes and scales."""
         return self.data.nbytes + (0 if self.scales is None else self.scales.nbytes)
+
+    def row_slice(self, start: int, stop: int) -> DecodeWeight:
+        """Rows `[start, stop)`; stride 8, and `start` is a multiple of 16. It shares memory."""
+        assert self.stride == TILE_ROWS // 2
+        assert start % TILE_ROWS == 0
+        tiles = slice(start // TILE_ROWS, -(-stop // TILE_ROWS))
+        scales = None if self.scales is None else self.scales[tiles]
+        return replace(self, data=self.data[tiles], scales=scales, shape=(stop - start, self.shape[1]))
 
     def dequantise(self, dtype: torch.dtype) -> Tensor:
         """The values [out, in]. Their product with the scale is rounded to fp32, then to dtype."""

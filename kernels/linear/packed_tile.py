@@ -3,9 +3,8 @@
 As in mma_tile.py, the 16 bytes that a lane reads at once are its operands without any shuffle; decode_weight.py has the
 layout. One request takes the same path, because tensor cores leave the other units free for the conversion of codes.
 
-A code becomes a number of 16 bits without rounding: e4m3 by moving its bits, whose exponent a product with a power of
-two corrects; four bits as the mantissa of 128 + code (fp16: 1024 + code), from which 128 + zero is subtracted. Products
-are added in fp32. The scale multiplies the sum of a group, or that of the whole row.
+A code becomes a number of 16 bits without rounding (weight_codes.py). Products are added in fp32. The scale multiplies
+the sum of a group, or that of the whole row.
 
 The warps take turns at the blocks of a tile: a few blocks that follow each other are a *chunk*. From compute capability
 9.0 on (BULK), a warp has STAGES buffers in shared memory, and one bulk copy, issued by one lane, loads a chunk into a
@@ -41,14 +40,22 @@ from alspec.kernels.linear.mma_tile import (
     replaced,
     tile_of,
 )
+from alspec.kernels.linear.weight_codes import code_operands, scale_of, zero_operand
 
-__all__ = ["abandon_tile", "load_tile", "packed_arguments", "packed_products", "shared_programs", "tile_settings"]
+__all__ = [
+    "abandon_tile",
+    "load_tile",
+    "num_warps",
+    "packed_arguments",
+    "packed_products",
+    "shared_programs",
+    "tile_settings",
+]
 
 K_BLOCK = tl.constexpr(INPUTS_OF_K_BLOCK)
 LINE = tl.constexpr(128)  # words of 512 bytes
-NUM_WARPS = {"fp8": 8, "int4": 4}
+MANY_TILES = 528  # four to an SM of an H200
 CHUNK_K_BLOCKS = 8  # at most
-AHEAD = tl.constexpr(3)  # k-blocks from the load of inputs to their use
 BUFFER_BYTES = tl.constexpr(36864)  # of a program: five fit an SM
 PROGRAMS_PER_SM = 5
 
@@ -67,8 +74,13 @@ def tile_settings(
         return tile_of(x.shape[0], x.shape[1], weight.itemsize, num_rows, matrices, closes)
     if x.itemsize != 2 or x.shape[0] > MAX_ROWS:
         raise ValueError(f"x: expected up to {MAX_ROWS} rows of 16-bit numbers, found {len(x)} of {x.dtype}")
-    warps = NUM_WARPS[weight.format]
+    warps = num_warps(weight.format, len(weight.data))
     return TILE_ROWS // matrices, _chunk_k_blocks(weight.shape[1], weight.format, weight.group, warps), warps
+
+
+def num_warps(weight_format: str, num_tiles: int) -> int:
+    """Warps of a program. More of them shorten a tile, but each has its first inputs and its last sums."""
+    return 4 if weight_format == "int4" and num_tiles > MANY_TILES else 8
 
 
 def _chunk_k_blocks(num_inputs: int, weight_format: str, group: int, warps: int) -> int:
@@ -112,6 +124,12 @@ def _block_words(weight_format, group):
 @triton.constexpr_function
 def _chunk_blocks(steps, weight_format, group):
     return steps // _block_k_blocks(weight_format, group)
+
+
+@triton.constexpr_function
+def _ahead(steps, weight_format, num_rows):
+    """K-blocks from the load of inputs to their use."""
+    return steps if weight_format == "int4" and num_rows <= 8 else min(steps, 3)
 
 
 @triton.constexpr_function
@@ -316,98 +334,6 @@ def abandon_tile(
 
 
 @triton.jit
-def _to_half(x, BF16: tl.constexpr):
-    """Interpreter: the bits of exact numbers of 16 bits, in the low half of int32."""
-    if BF16:
-        bits = (x.to(tl.int32, bitcast=True) >> 16) & 0xFFFF
-    else:
-        bits = x.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-    return bits
-
-
-@triton.jit
-def _fp8_pairs(word, BF16: tl.constexpr):
-    """Four codes of e4m3 -> two pairs of numbers of 16 bits."""
-    if INTERPRETED:
-        x = ()
-        for i in tl.static_range(2):
-            byte = (word >> (8 - 8 * i)) & 0xFF, (word >> (24 - 8 * i)) & 0xFF
-            low = (((byte[0] & 0x80) << 24) | ((byte[0] & 0x7F) << 20)).to(tl.float32, bitcast=True) * 2.0**120
-            high = (((byte[1] & 0x80) << 24) | ((byte[1] & 0x7F) << 20)).to(tl.float32, bitcast=True) * 2.0**120
-            x = x + (_to_half(low, BF16) | (_to_half(high, BF16) << 16),)  # noqa: RUF005
-    else:
-        KIND: tl.constexpr = "bf16x2" if BF16 else "f16x2"
-        # Exponent and mantissa move behind the sign; then the exponent lacks 120 (fp16: 8). Adding -0 keeps the sign.
-        SHIFT: tl.constexpr = "4" if BF16 else "1"
-        MASK: tl.constexpr = "0x07F007F0" if BF16 else "0x3F803F80"
-        POWER: tl.constexpr = "0x7B807B80" if BF16 else "0x5C005C00"
-        x = tl.inline_asm_elementwise(
-            "{ .reg .b32 a, b, c, p, z; shl.b32 c, $2, 8;"
-            f" mov.b32 p, {POWER}; mov.b32 z, 0x80008000;"
-            f" shr.u32 a, $2, {SHIFT}; and.b32 a, a, {MASK}; lop3.b32 a, $2, z, a, 0xEA;"
-            f" shr.u32 b, c, {SHIFT}; and.b32 b, b, {MASK}; lop3.b32 b, c, z, b, 0xEA;"
-            f" fma.rn.{KIND} $0, a, p, z; fma.rn.{KIND} $1, b, p, z; }}",
-            "=r,=r,r", [word], dtype=(tl.int32, tl.int32), is_pure=False, pack=1,
-        )  # fmt: skip
-    return x
-
-
-@triton.jit
-def _int4_pairs(word, zero, BF16: tl.constexpr):
-    """Eight codes of four bits -> four pairs `code - zero` of 16 bits; zero: of the row, below 16."""
-    if INTERPRETED:
-        x = ()
-        for i in tl.static_range(4):
-            low = (((word >> (4 * i)) & 15) - zero).to(tl.float32)
-            high = (((word >> (16 + 4 * i)) & 15) - zero).to(tl.float32)
-            x = x + (_to_half(low, BF16) | (_to_half(high, BF16) << 16),)  # noqa: RUF005
-    else:
-        KIND: tl.constexpr = "bf16x2" if BF16 else "f16x2"
-        MAGIC: tl.constexpr = "0x43004300" if BF16 else "0x64006400"
-        ONE: tl.constexpr = "0x3F803F80" if BF16 else "0x3C003C00"
-        x = tl.inline_asm_elementwise(
-            "{ .reg .b32 a, b, c, d, m, n, o;"
-            f" mov.b32 m, {MAGIC}; mov.b32 n, 0x000F000F; mov.b32 o, {ONE};"
-            " shr.u32 b, $4, 4; shr.u32 c, $4, 8; shr.u32 d, $4, 12;"
-            # (x & n) | m
-            " lop3.b32 a, $4, n, m, 0xEA; lop3.b32 b, b, n, m, 0xEA;"
-            " lop3.b32 c, c, n, m, 0xEA; lop3.b32 d, d, n, m, 0xEA;"
-            f" fma.rn.{KIND} $0, a, o, $5; fma.rn.{KIND} $1, b, o, $5;"
-            f" fma.rn.{KIND} $2, c, o, $5; fma.rn.{KIND} $3, d, o, $5; }}",
-            "=r,=r,=r,=r,r,r", [word, zero], dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1,
-        )  # fmt: skip
-    return x
-
-
-@triton.jit
-def _zero_operand(word, FORMAT: tl.constexpr, BF16: tl.constexpr):
-    """What `_int4_pairs` takes as the zero point in a scale's word: on the device -(128 + zero) twice, in 16 bits."""
-    zero = word
-    if FORMAT == "int4":
-        zero = word & 15
-        if not INTERPRETED:
-            zero = zero * 0x10001 + (-0x3CFF3D00 if BF16 else -0x1BFF1C00)
-    return zero
-
-
-@triton.jit
-def _scale(word, FORMAT: tl.constexpr):
-    """The scale in a word."""
-    return (word & -16 if FORMAT == "int4" else word).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _k_block(words, index: tl.constexpr, zeros, FORMAT: tl.constexpr, BF16: tl.constexpr):
-    """Operands of a line's k-block: four pairs of row g, four of row g + 8."""
-    if FORMAT == "int4":
-        x = _int4_pairs(words[2 * index], zeros[0], BF16) + _int4_pairs(words[2 * index + 1], zeros[1], BF16)
-    else:
-        x = _fp8_pairs(words[0], BF16) + _fp8_pairs(words[1], BF16) + _fp8_pairs(words[2], BF16)
-        x = x + _fp8_pairs(words[3], BF16)
-    return x
-
-
-@triton.jit
 def _load_x(x_ptr, inputs, k_block: tl.constexpr, B: tl.constexpr, K: tl.constexpr, WHOLE: tl.constexpr):
     """Load 16 bytes of each lane's request in a k-block, of each half of the requests."""
     offsets = inputs
@@ -434,7 +360,7 @@ def _load_first_x(
 ):  # fmt: skip
     """Load the inputs of a chunk's first k-blocks, before the program waits for the chunk."""
     inputs, x = _first_input(chunk_round, W, STEPS), ()
-    for k_block in tl.static_range(AHEAD if AHEAD < STEPS else STEPS):
+    for k_block in tl.static_range(_ahead(STEPS, FORMAT, B)):
         x = x + _load_x(x_ptr, inputs, k_block, B, K, _is_whole(K, W, STEPS, FORMAT, GROUP))
     return x
 
@@ -472,6 +398,7 @@ def _add_chunk(
         The sums, the first inputs of the next round, and a word of each read.
     """
     BF16: tl.constexpr = x_ptr.dtype.element_ty == tl.bfloat16
+    AHEAD: tl.constexpr = _ahead(STEPS, FORMAT, B)
     OF_LINE: tl.constexpr = _k_blocks_of_line(FORMAT)
     OF_BLOCK: tl.constexpr = STEPS // _chunk_blocks(STEPS, FORMAT, GROUP)
     WHOLE: tl.constexpr = _is_whole(K, W, STEPS, FORMAT, GROUP)
@@ -484,9 +411,7 @@ def _add_chunk(
         if k_block + AHEAD < STEPS:
             x = x + _load_x(x_ptr, inputs, k_block + AHEAD, B, K, WHOLE)
         else:
-            next_x = next_x + _load_x(
-                x_ptr, next_inputs, k_block + AHEAD - STEPS if AHEAD < STEPS else k_block, B, K, WHOLE
-            )
+            next_x = next_x + _load_x(x_ptr, next_inputs, k_block + AHEAD - STEPS, B, K, WHOLE)
         mask = None
         if not WHOLE:
             mask = block + k_block // OF_BLOCK < _num_blocks(K, FORMAT, GROUP)
@@ -500,10 +425,10 @@ def _add_chunk(
         zeros, pair = None, ()
         if GROUP > 0:
             pair = k_block_words(scales, k_block % OF_BLOCK // GROUP, 2)
-            zeros = _zero_operand(pair[0], FORMAT, BF16), _zero_operand(pair[1], FORMAT, BF16)
+            zeros = zero_operand(pair[0], FORMAT, BF16), zero_operand(pair[1], FORMAT, BF16)
             if k_block % GROUP == 0:
                 group_sums = _zeros(W, 4 * HALVES)
-        operands = _k_block(line, k_block % OF_LINE, zeros, FORMAT, BF16)
+        operands = code_operands(line, k_block % OF_LINE, zeros, FORMAT, BF16)
         for half in tl.static_range(HALVES):
             own_x = k_block_words(x, k_block * HALVES + half, 4)
             if GROUP > 0:
@@ -511,7 +436,7 @@ def _add_chunk(
                 group_sums = replaced(group_sums, added, half, HALVES)
                 if k_block % GROUP == GROUP - 1:
                     scaled = _add_scaled(
-                        k_block_words(sums, half, 4), added, _scale(pair[0], FORMAT), _scale(pair[1], FORMAT)
+                        k_block_words(sums, half, 4), added, scale_of(pair[0], FORMAT), scale_of(pair[1], FORMAT)
                     )
                     sums = replaced(sums, scaled, half, HALVES)
             else:
@@ -587,7 +512,7 @@ def packed_products(
     for half in tl.static_range(HALVES):
         own = k_block_words(sums, half, 4 if GROUP else 8)
         if GROUP == 0:
-            first, second = _scale(scales[0], FORMAT), _scale(scales[1], FORMAT)
+            first, second = scale_of(scales[0], FORMAT), scale_of(scales[1], FORMAT)
             own = (
                 (own[0] + own[4]) * first, (own[1] + own[5]) * first,
                 (own[2] + own[6]) * second, (own[3] + own[7]) * second,

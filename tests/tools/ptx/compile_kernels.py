@@ -207,21 +207,21 @@ def quantised_weights(capability: int) -> dict[str, Variant]:
     pdl, squares = {"PDL": capability >= 90}, {"S": 128, "SP": 128}
     types = dict.fromkeys(["w_ptr"], "*i32")
 
-    def how(kind: str, group: int, inputs: int) -> dict[str, Any]:
-        warps = packed_tile.NUM_WARPS[kind]
+    def how(kind: str, group: int, inputs: int, tiles: int) -> dict[str, Any]:
+        warps = packed_tile.num_warps(kind, tiles)
         steps = packed_tile._chunk_k_blocks(inputs, kind, group, warps)
         found: dict[str, Any] = {"K": inputs, "KP": inputs, "STEPS": steps, "WARPS": warps}
         found |= {"FORMAT": kind, "GROUP": group, "bias_ptr": None} | squares | pdl
         return found | ({"scale_ptr": None} if group else {})
 
     def pushed(kind: str, group: int, inputs: int, batch: int, gate: bool = False) -> Variant:
-        constants = how(kind, group, inputs)
+        constants = how(kind, group, inputs, 256)
         constants |= {"B": batch, "ROWS": 16, "MASKED": False, "PEERS": 1, "SOURCES": 1, "PUSH": True, "LOOP": gate}
         constants |= {"squares_ptr": None} | ({} if gate else {"gate_ptr": None})
         return variant(capability, push._push_partial_kernel, constants["WARPS"], constants, **types)
 
     def gate_up(kind: str, group: int, batch: int, gate: bool = False) -> Variant:
-        constants = how(kind, group, 4096) | {"B": batch, "I": 14336, "ROWS": 8, "LOOP": gate}
+        constants = how(kind, group, 4096, 1792) | {"B": batch, "I": 14336, "ROWS": 8, "LOOP": gate}
         constants |= {} if gate else {"gate_ptr": None}
         return variant(
             capability, projections._gate_up_silu_kernel, constants["WARPS"], constants, **types, out_ptr="*bf16"
@@ -230,7 +230,7 @@ def quantised_weights(capability: int) -> dict[str, Variant]:
     def qkv(kind: str, group: int, batch: int) -> Variant:
         none = ("raw_ptr", "inbox_ptr", "epoch_ptr", "gate_ptr", "tail_ptr", "tail_scale_ptr")
         shape = {"HQ": 32, "HKV": 8, "D": 128, "PAIRS": 8, "RING": False, "ROWS": 1, "B": batch, "LOOP": False}
-        constants = how(kind, group, 4096) | shape | dict.fromkeys(none)
+        constants = how(kind, group, 4096, 384) | shape | dict.fromkeys(none)
         names = projections._qkv_rope_append_kernel.arg_names
         constants = {name: value for name, value in constants.items() if name in names}
         return variant(capability, projections._qkv_rope_append_kernel, constants["WARPS"], constants, **types)
