@@ -41,13 +41,14 @@ from alspec.sas import Softmax
 __all__ = [
     "MAX_DRAFT_TOKENS", "MAX_LOGPROBS", "PROMPTS", "SHORT_DTYPES", "QUANTISED_CODECS", "BenchConfig", "ChatConfig",
     "ChoiceConfig", "CommandConfig", "DType", "DoctorConfig", "EngineConfig", "EvaluateConfig", "GenerateConfig",
-    "HitRate", "LatencyConfig", "SamplingConfig", "SpeculationConfig", "Weights", "check_softmax", "fits",
-    "nearest_name", "validate",
+    "HeadWeights", "HitRate", "LatencyConfig", "SamplingConfig", "SpeculationConfig", "Weights", "check_softmax",
+    "fits", "nearest_name", "validate",
 ]  # fmt: skip
 
 SpeculationMode = Literal["auto", "off", "paired", "simulated"]
 Predictor = Literal["window", "recall"]
 Weights = Literal["auto", "fp8", "int4"]
+HeadWeights = Literal["auto", "fp8"]
 KVCacheCodec = Literal[
     "bf16", "turbo4", "turbo2", "turbo-mixed", "turboquant4", "turboquant3", "turboquant2",
     "hybrid-k4v3", "hybrid-k4v2", "hybrid-k3v2",
@@ -175,6 +176,10 @@ class EngineConfig(Schema):
         default="auto",
         description="quantise the weights of all layers as they are read; fp8: a scale for each row; int4: groups of "
         "128; auto: as the checkpoint is",
+    )
+    lm_head: HeadWeights = Field(
+        default="auto",
+        description="quantise the LM head as it is read; fp8: a scale for each row; auto: as the checkpoint is",
     )
     max_context: Context | None = Field(
         default=None,

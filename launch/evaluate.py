@@ -321,6 +321,7 @@ def _row(
             "samples": len(task.texts),
             "dtype": engine.dtype_name,
             **({"weights": name} if (name := engine.model_config.quantised_as) else {}),
+            **({"lm_head": head} if (head := engine.model_config.lm_head) != "auto" else {}),
         },
         "value": quality.value,
         "unit": task.measure,

@@ -334,6 +334,7 @@ def _row(
             "cuda_graph": engine.uses_graph,
             "dtype": engine.dtype_name,
             **({"weights": name} if (name := engine.model_config.quantised_as) else {}),
+            **({"lm_head": config.lm_head} if config.lm_head != "auto" else {}),
             "batch": profile.batch_size,
             "context": profile.context,
             "text": None if config.prompt_file is None else config.prompt_file.name,

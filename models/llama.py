@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from alspec.kernels.linear.decode_weight import DecodeWeight
+from alspec.kernels.linear.decode_weight import TILE_ROWS, DecodeWeight
 from alspec.kernels.linear.unpack_weight import unpack_weight
 from alspec.kernels.prompt.elementwise import (
     HeadNorms,
@@ -33,7 +33,15 @@ from alspec.models.checkpoint.checkpoint import Checkpoint
 from alspec.models.checkpoint.quantised.packed_weight import PackedWeight, join_rows
 from alspec.models.checkpoint.quantised.quantised_checkpoint import QuantisedCheckpoint
 from alspec.models.llama_config import LlamaConfig
-from alspec.models.matrix_formats import MATRICES, kept_format, matrices_of, packed, quantised
+from alspec.models.matrix_formats import (
+    MATRICES,
+    PIECE_NUMBERS,
+    kept_format,
+    matrices_of,
+    packed,
+    quantised,
+    quantised_head,
+)
 
 BIAS_SEEDS = 2**40  # added to the seeds of random biases, so that matrices do not depend on them
 
@@ -108,7 +116,7 @@ class LlamaWeights:
     embedding: Tensor  # [V, hidden], replicated
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor  # [hidden]
-    lm_head: Tensor  # [rows of this vocabulary shard, hidden]
+    lm_head: Tensor | DecodeWeight  # [rows of this vocabulary shard, hidden]
 
 
 def load_weights(
@@ -133,7 +141,7 @@ def load_weights(
     reader = _LayerReader(checkpoint, config.as_stored, shard, dtype, device)
     layers = tuple(_finished(reader.read(layer), config, shard, rotation) for layer in range(config.num_layers))
     final_norm = checkpoint.load("model.norm.weight", device, dtype)
-    return LlamaWeights(embedding, layers, final_norm, lm_head)
+    return LlamaWeights(embedding, layers, final_norm, quantised_head(lm_head, config))
 
 
 class _LayerReader:
@@ -367,7 +375,7 @@ def random_weights(
     lm_head = head[start:stop] if config.tie_word_embeddings else head[start:stop].clone()
     del head
     layers = tuple(_finished(draw_layer(layer), padded, shard, rotation) for layer in range(config.num_layers))
-    return LlamaWeights(embedding, layers, torch.ones_like(layers[0].input_norm), lm_head)
+    return LlamaWeights(embedding, layers, torch.ones_like(layers[0].input_norm), quantised_head(lm_head, config))
 
 
 def rotate_values(weights: LlamaWeights, config: LlamaConfig, rotation: Tensor) -> None:
@@ -406,6 +414,7 @@ def _room_for_unpacked(weights: LlamaWeights) -> Tensor | None:
     """Memory for the largest packed matrix in the dtype of the model; None if none is packed."""
     matrices = [getattr(layer, name) for layer in weights.layers for name in MATRICES]
     sizes = [matrix.shape[0] * matrix.shape[1] for matrix in matrices if isinstance(matrix, DecodeWeight)]
+    sizes += [PIECE_NUMBERS] if isinstance(weights.lm_head, DecodeWeight) else []
     return torch.empty(max(sizes), dtype=weights.embedding.dtype, device=weights.embedding.device) if sizes else None
 
 
@@ -561,4 +570,10 @@ class Llama:
     def lm_head(self, x: Tensor) -> Tensor:
         """Final norm and this rank's vocabulary shard: x [n, hidden] fp32 -> [n, rows of the shard] fp32."""
         y = rms_norm(x, self.weights.final_norm, self.config.rms_norm_eps)
-        return self._linear(y, self.weights.lm_head, None).float()
+        head = self.weights.lm_head
+        if not isinstance(head, DecodeWeight):
+            return self._linear(y, head, None).float()
+        # The room for unpacked matrices holds a part of it.
+        size = PIECE_NUMBERS // head.shape[1] // TILE_ROWS * TILE_ROWS
+        parts = [head.row_slice(at, min(at + size, head.shape[0])) for at in range(0, head.shape[0], size)]
+        return torch.cat([self._product(y, part, None) for part in parts], dim=-1).float()

@@ -11,7 +11,7 @@ from typing import Any, Self
 import torch
 from pydantic import Field, ValidationError, model_validator
 
-from alspec.config import SHORT_DTYPES, DType, Weights
+from alspec.config import SHORT_DTYPES, DType, HeadWeights, Weights
 from alspec.errors import UserError, show
 from alspec.models.checkpoint.files import read_json
 from alspec.models.checkpoint.quantised.quantisation_config import QuantisationConfig
@@ -70,6 +70,7 @@ class LlamaConfig(Frozen):
     dtype: DType = Field(default="fp32", description="dtype the weights were published in")
     quantisation: QuantisationConfig | None = Field(default=None, description="None: weights are not quantised")
     weights: Weights = Field(default="auto", description="how weights are quantised when they are read; auto: not")
+    lm_head: HeadWeights = Field(default="auto", description="how the LM head is quantised when it is read; auto: not")
     packs_weights: bool = Field(default=False, description="quantised matrices are kept packed where kernels can")
     rotates_values: bool = Field(default=False, description="values of heads are rotated when they are read")
     bos_token_id: int | None = Field(default=None, ge=0, description="begin of text")
@@ -153,11 +154,12 @@ class LlamaConfig(Frozen):
 
     def weights_name(self, dtype_name: str) -> str:
         """What the weights are: how files hold them, and the dtype in which they are used."""
-        name = self.quantised_as
-        if name is None:
+        name, head = self.quantised_as, "" if self.lm_head == "auto" else f", LM head {self.lm_head}"
+        if name is None and not head:
             return dtype_name
-        if self.quantisation is None:
+        if name is not None and self.quantisation is None:
             name += {"fp8": " (a scale for each row)", "int4": " (groups of 128)"}[name]
+        name = f"{name or dtype_name}{head}"
         return name if self.packs_weights else f"{name}, dequantised to {dtype_name}"
 
     @property

@@ -1,4 +1,5 @@
-"""The four matrices of a layer, and the form in which a rank keeps each: in the dtype of the model, or quantised.
+"""The four matrices of a layer and the LM head, and the form in which a rank keeps each: in the dtype of the model, or
+quantised.
 
 `--weights fp8` and `int4` quantise every layer as it is read. `auto` leaves weights as the checkpoint has them. Fused
 steps on GPUs keep quantised matrices packed, as `DecodeWeight`. Everywhere else, and where the kernels have no layout
@@ -21,19 +22,24 @@ from alspec.models.llama_config import LlamaConfig
 
 __all__ = [
     "MATRICES",
+    "PIECE_NUMBERS",
     "KeptFormat",
     "Matrix",
     "kept_format",
+    "head_bytes",
     "matrices_of",
     "num_packed",
     "packed",
+    "packs_head",
     "quantised",
+    "quantised_head",
+    "unpacked_numbers",
     "weights_bytes",
 ]
 
 MATRICES = ("qkv", "o", "gate_up", "down")
 _GROUPS = (128, 64, 32)  # inputs of a group of int4: the largest that divides the inputs of a rank
-_PIECE_NUMBERS = 1 << 24  # numbers that are quantised at once
+PIECE_NUMBERS = 1 << 24  # numbers that are quantised, or of the LM head unpacked, at once
 
 
 class Matrix(NamedTuple):
@@ -135,6 +141,35 @@ def weights_bytes(config: LlamaConfig, tp_size: int, dtype: torch.dtype) -> int:
     return total
 
 
+def packs_head(config: LlamaConfig) -> bool:
+    """Whether the LM head is kept packed."""
+    return config.packs_weights and config.lm_head != "auto" and fits((1, config.hidden_size), 8, config.hidden_size)
+
+
+def head_bytes(config: LlamaConfig, num_rows: int, dtype: torch.dtype) -> int:
+    """Bytes of a rank's rows of the LM head, beside the embedding."""
+    if packs_head(config) and num_rows:
+        return packed_bytes((num_rows, config.hidden_size), 8, "fp8", config.hidden_size)
+    is_embedding = config.tie_word_embeddings and config.lm_head == "auto"
+    return 0 if is_embedding else num_rows * config.hidden_size * dtype.itemsize
+
+
+def unpacked_numbers(config: LlamaConfig, tp_size: int) -> int:
+    """Most numbers of a packed matrix that are unpacked at once."""
+    layers = max(matrix.rows * matrix.columns for matrix in matrices_of(config, tp_size).values())
+    return max(layers, PIECE_NUMBERS if packs_head(config) else 0)
+
+
+def quantised_head(weight: Tensor, config: LlamaConfig) -> Tensor | DecodeWeight:
+    """Quantise rows of the LM head as `config.lm_head` says: packed, or their new values in the same dtype."""
+    if config.lm_head == "auto" or not len(weight):
+        return weight
+    parts = [quantise_fp8_channel(rows) for rows in _pieces(weight)]
+    if packs_head(config):
+        return packed(join_rows(parts), 8)
+    return torch.cat([part.dequantise(weight.dtype) for part in parts])
+
+
 def packed(weight: PackedWeight, stride: int) -> DecodeWeight:
     """Bring a quantised matrix into the order of the decode kernels."""
     assert weight.format != "int8"
@@ -150,7 +185,7 @@ def quantised(weight: Tensor, config: LlamaConfig, tp_size: int, name: str) -> T
         return weight
     keeps = kept_format(config, tp_size, 0, name) is not None
     parts = []
-    for rows in weight.split(max(1, _PIECE_NUMBERS // weight.shape[1])):  # a piece takes memory in fp32 several times
+    for rows in _pieces(weight):
         if wanted.format == "fp8":
             part = quantise_fp8_channel(rows)
         else:  # scales of 16 bits, whatever the dtype of the model, so that its values do not depend on it
@@ -160,3 +195,8 @@ def quantised(weight: Tensor, config: LlamaConfig, tp_size: int, name: str) -> T
         return torch.cat([part for part in parts if isinstance(part, Tensor)])
     whole = join_rows([part for part in parts if isinstance(part, PackedWeight)])
     return packed(whole, matrices_of(config, tp_size)[name].stride)
+
+
+def _pieces(weight: Tensor) -> list[Tensor]:
+    """Rows that are quantised at once: they take memory in fp32 several times."""
+    return list(weight.split(max(1, PIECE_NUMBERS // weight.shape[1])))

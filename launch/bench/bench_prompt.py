@@ -127,20 +127,16 @@ def _check(engine: Engine) -> None:
     """
     model, ids = engine.model.first_layers(CHECKED_LAYERS), _random_ids(engine, CHECKED_TOKENS)
     config, weights = model.config, model.weights
+
+    def exactly(x: Tensor | DecodeWeight) -> Tensor:
+        return x.dequantise(torch.float32) if isinstance(x, DecodeWeight) else x.float()
+
     # The embedding needs no conversion: it is read as fp32 anyway.
     exact = replace(
         weights,
-        layers=tuple(
-            LayerWeights(
-                **{
-                    key: x.dequantise(torch.float32) if isinstance(x, DecodeWeight) else x.float()
-                    for key, x in layer.tensors.items()
-                }
-            )
-            for layer in weights.layers
-        ),
+        layers=tuple(LayerWeights(**{key: exactly(x) for key, x in layer.tensors.items()}) for layer in weights.layers),
         final_norm=weights.final_norm.float(),
-        lm_head=weights.lm_head.float(),
+        lm_head=exactly(weights.lm_head),
     )
     cache = new_cache("bf16", config, engine.placement.tp_size, 1, CHECKED_TOKENS, torch.float32, engine.device)
     group = engine.connected()

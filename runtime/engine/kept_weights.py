@@ -6,7 +6,7 @@ from alspec.config import EngineConfig
 from alspec.errors import UserError
 from alspec.kernels.kv_codec.formats import rotates_values
 from alspec.models.llama_config import LlamaConfig
-from alspec.models.matrix_formats import MATRICES, num_packed, quantised_format
+from alspec.models.matrix_formats import MATRICES, num_packed, packs_head, quantised_format
 
 __all__ = ["with_weights"]
 
@@ -23,8 +23,9 @@ def with_weights(config: EngineConfig, model: LlamaConfig, tp_size: int, packs: 
         raise UserError(
             f"weights: {config.weights} needs weights that are not quantised, found {model.quantisation.name}; use auto"
         )
-    model = model.model_copy(update={"weights": config.weights, "rotates_values": rotates_values(config.kv_cache)})
+    update = {"weights": config.weights, "lm_head": config.lm_head, "rotates_values": rotates_values(config.kv_cache)}
+    model = model.model_copy(update=update)
     for name in MATRICES:
         quantised_format(model, tp_size, name)
     packed = model.model_copy(update={"packs_weights": packs})
-    return packed if num_packed(packed, tp_size) else model
+    return packed if num_packed(packed, tp_size) or packs_head(packed) else model

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -14,9 +14,10 @@ from alspec.config import Weights
 from alspec.errors import DoesNotFitError, UserError
 from alspec.kernels.attention.recall import recall_bytes
 from alspec.kernels.attention.torch_attention import QUERIES_AT_ONCE, SCORE_BYTES, SCORES_AT_ONCE
+from alspec.kernels.common.limits import MAX_ROWS
 from alspec.models.llama import Shard
 from alspec.models.llama_config import LlamaConfig
-from alspec.models.matrix_formats import matrices_of, weights_bytes
+from alspec.models.matrix_formats import head_bytes, unpacked_numbers, weights_bytes
 from alspec.runtime.cache.codecs import cache_bytes
 from alspec.runtime.decode.eager_sampling import DRAW_BYTES, DRAWN_AT_ONCE
 from alspec.runtime.decode.prefill import CHUNK_TOKENS
@@ -52,6 +53,13 @@ class RoundSize:
     rows: int  # of each request: the newest token and the drafts
     draft_model: LlamaConfig | None = None  # has weights and a cache of its own
     draft_weights: Weights = "auto"  # of a copy of the model that drafts; auto: there is none
+
+
+def with_append_rows(rounds: RoundSize | None, appends: bool) -> RoundSize | None:
+    """What rounds need, or passes that append a prompt's rows: at least the buffers of these."""
+    if not appends:
+        return rounds
+    return RoundSize(MAX_ROWS) if rounds is None else replace(rounds, rows=max(rounds.rows, MAX_ROWS))
 
 
 @dataclass(frozen=True)
@@ -95,9 +103,8 @@ def plan_memory(
     if shard.tp_rank == 0:  # adds the biases of row-parallel products
         per_layer += hidden * (config.o_bias + config.mlp_bias)
     per_layer += config.mlp_bias * 2 * intermediate
-    lm_head = 0 if config.tie_word_embeddings else stop - start
-    weights = dtype.itemsize * (hidden * (config.vocab_size + lm_head + 1) + config.num_layers * per_layer)
-    weights += weights_bytes(config, tp_size, dtype)
+    weights = dtype.itemsize * (hidden * (config.vocab_size + 1) + config.num_layers * per_layer)
+    weights += head_bytes(config, stop - start, dtype) + weights_bytes(config, tp_size, dtype)
     cache = cache_bytes(kv_cache, config, tp_size, batch_size, max_context, dtype, kv_protect)
     tokens = min(CHUNK_TOKENS, max_context)
     # On the CPU a prompt of several chunks also needs a mask.
@@ -132,7 +139,7 @@ def plan_memory(
     # Rounds have their own packets for all rows beside those of plain steps.
     buffers = activations + logits + 8 * (batch_size + (rows if rounds is not None else 0)) * words
     # Prompts, and eager steps, unpack one matrix at a time.
-    unpacked = dtype.itemsize * max(rows * columns for rows, columns, _ in matrices_of(config, tp_size).values())
+    unpacked = dtype.itemsize * unpacked_numbers(config, tp_size)
     buffers += unpacked if config.packs_weights else 0
     if recall_blocks:
         recall = recall_bytes(config.num_layers, q_heads, kv_heads, max_context, recall_blocks)

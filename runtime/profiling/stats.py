@@ -65,7 +65,7 @@ def step_bytes(
         kv_cache: codec of the cache.  kv_protect: first and last layers that are not quantised.
     """
     start, stop = shard.vocab_range(config.vocab_size)
-    table_rows = config.vocab_size - (stop - start if config.tie_word_embeddings else 0)
+    table_rows = config.vocab_size - (stop - start if config.tie_word_embeddings and config.lm_head == "auto" else 0)
     weights = plan_memory(config, shard, dtype, 1, 1).weights_bytes - table_rows * config.hidden_size * dtype.itemsize
     per_token = bytes_per_token(kv_cache, config, shard.tp_size, dtype, kv_protect)
     if config.sliding_window is not None and kv_cache == "bf16":

@@ -489,6 +489,7 @@ def test_every_field_has_a_flag() -> None:
         "max-new-tokens": "5",
         "temperature": "0.5",
         "weights": "int4",
+        "lm-head": "fp8",
         "top-k": "3",
         "top-p": "0.5",
         "min-p": "0.1",

@@ -49,7 +49,9 @@ def test_captured_tokens_are_those_of_transformers(name: str, count: int, tmp_pa
 
 
 @pytest.mark.parametrize("weights", ["fp8", "int4"])
-@pytest.mark.parametrize("settings", [{}, {"kv_cache": "turboquant4"}, {"speculation": "simulated"}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{}, {"lm_head": "fp8"}, {"kv_cache": "turboquant4"}, {"speculation": "simulated"}], ids=str
+)
 def test_steps_agree_with_prompts(weights: str, settings: dict[str, Any]) -> None:
     """Prompts go through the library on unpacked matrices. A token that leads clearly is the same by both ways."""
     options = {"speculation": "off"} | settings

@@ -94,6 +94,7 @@ BAD_VALUES = [
     ("--kv-cache", "int8", "hybrid-k4v2 or hybrid-k3v2, found"),
     ("--kv-protect", "-1", "expected 0 or more, found"),
     ("--weights", "int8", "expected auto, fp8 or int4, found"),
+    ("--lm-head", "int4", "expected auto or fp8, found"),
     ("--softmax", "fast", "expected exact or sas, found"),
     ("--transport", "mpi", "nccl or gloo, found"),
     ("--cuda-graph", "yes", "expected auto, on or off, found"),
@@ -428,7 +429,7 @@ def test_context_that_does_not_fit(
 ) -> None:
     """Exit 3, with the largest context that fits: one tile more does not."""
     # Much more than the tiny model and its buffers, much less than the requested cache.
-    monkeypatch.setattr("alspec.runtime.engine.engine.available_bytes", lambda *_: 64 * 2**20)
+    monkeypatch.setattr("alspec.runtime.engine.resources.available_bytes", lambda *_: 64 * 2**20)
     flags = ("--model", long_position_checkpoint, "--prompt", "a", "--max-new-tokens", "2", "--transport", "gloo")
     flags += ("--max-context",)
     message = refused(*flags, context, exit_code=3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,13 +20,14 @@ from alspec.errors import UserError
 from alspec.kernels.kv_codec.turboquant.rotation import rotation
 from alspec.kernels.linear.decode_weight import DecodeWeight
 from alspec.models.checkpoint.source import model_config, open_checkpoint
-from alspec.models.llama import LlamaWeights, Shard, load_weights
+from alspec.models.llama import Llama, LlamaWeights, Shard, load_weights
 from alspec.models.llama_config import LlamaConfig
 from alspec.models.matrix_formats import MATRICES
 from alspec.runtime.distributed.placement import Placement
 from alspec.runtime.distributed.transport import Transport
 from alspec.runtime.engine.kept_weights import with_weights
 from alspec.runtime.engine.memory import plan_memory
+from alspec.runtime.profiling.stats import step_bytes
 
 CPU, F32, BF16 = torch.device("cpu"), torch.float32, torch.bfloat16
 # What no kernel takes: codes of 8 bits, and groups in another order.
@@ -41,9 +43,9 @@ def _one_thread() -> Iterator[None]:
 
 
 def load(
-    folder: Path, shard: Shard, dtype: torch.dtype, packs: bool, kv_cache: str = "bf16", weights: str = "auto"
+    folder: Path, shard: Shard, dtype: torch.dtype, packs: bool, kv_cache: str = "bf16", **options: Any
 ) -> tuple[LlamaConfig, LlamaWeights]:
-    settings = EngineConfig(model=folder, weights=weights, kv_cache=kv_cache)  # type: ignore[arg-type]
+    settings = EngineConfig(model=folder, kv_cache=kv_cache, **options)
     config = with_weights(settings, model_config(settings), shard.tp_size, packs)
     checkpoint = open_checkpoint(settings, config.model_copy(update={"weights": "auto"}))
     turned = rotation(config.head_dim, CPU) if config.rotates_values else None
@@ -64,9 +66,9 @@ def check_alike(kept: LlamaWeights, dense: LlamaWeights, dtype: torch.dtype) -> 
 
 def held_bytes(weights: LlamaWeights) -> int:
     layers = [tensor for layer in weights.layers for tensor in layer.tensors.values()]
-    is_tied = weights.lm_head.data_ptr() == weights.embedding.data_ptr()
-    head = 0 if is_tied else weights.lm_head.nbytes
-    return sum(tensor.nbytes for tensor in [*layers, weights.embedding, weights.final_norm]) + head
+    head, table = weights.lm_head, weights.embedding
+    is_tied = isinstance(head, Tensor) and head.untyped_storage().data_ptr() == table.untyped_storage().data_ptr()
+    return sum(tensor.nbytes for tensor in [*layers, table, weights.final_norm]) + (0 if is_tied else head.nbytes)
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
@@ -130,6 +132,38 @@ def test_a_model_that_is_quantised_as_it_is_read(case: str, weights: str, tmp_pa
     assert float((runner.decode(5, 38) - other.decode(5, 38)).norm()) <= 1e-4 * float(logits.norm())
 
 
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("weights", ["auto", "int4"])
+@torch.no_grad()
+def test_the_head_is_quantised(weights: str, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row has a scale; the embedding stays as it is. Prompts unpack some rows of the head at a time."""
+    monkeypatch.setattr("alspec.models.llama.PIECE_NUMBERS", 3 * 16 * 64)
+    save_family(tmp_path, "qwen3-biases", hidden_size=64, intermediate_size=96, tie_word_embeddings=tied)
+    options, logits = {"weights": weights, "lm_head": "fp8"}, []
+    for vocab_rank in range(2):
+        shard = Shard(0, 1, vocab_rank, 2)
+        config, kept = load(tmp_path, shard, F32, True, **options)
+        _, dense = load(tmp_path, shard, F32, False, **options)
+        _, exact = load(tmp_path, shard, F32, False, weights=weights)
+        check_alike(kept, dense, F32)
+        assert isinstance(kept.lm_head, DecodeWeight)
+        assert isinstance(dense.lm_head, Tensor)
+        assert isinstance(exact.lm_head, Tensor)
+        scales = exact.lm_head.abs().amax(1, keepdim=True) / 448
+        expected = (exact.lm_head / scales).to(torch.float8_e4m3fn).float() * scales
+        assert torch.equal(dense.lm_head, expected)
+        assert torch.equal(kept.lm_head.dequantise(F32), expected)
+        assert torch.equal(kept.embedding, exact.embedding)
+        assert plan_memory(config, shard, F32, 1, 64).weights_bytes == held_bytes(kept)
+        assert step_bytes(config, shard, F32, []) == held_bytes(kept) - kept.embedding.nbytes
+        x = torch.randn(3, 64, generator=torch.Generator().manual_seed(vocab_rank))
+        group = Transport(Placement(), CPU, "gloo", None)
+        logits.append((Llama(config, kept, group).lm_head(x), Llama(config, dense, group).lm_head(x)))
+    for found, right in logits:
+        close(found, right)
+    assert config.weights_name("fp32") == {"auto": "fp32", "int4": "int4 (groups of 128)"}[weights] + ", LM head fp8"
+
+
 def test_values_are_rotated_before_they_are_quantised(tmp_path: Path) -> None:
     """With a quantised folder, qkv and o are then not kept packed."""
     save_quantised(tmp_path, "awq", head_dim=64)
@@ -153,8 +187,8 @@ def test_inputs_that_are_not_whole_groups(tmp_path: Path) -> None:
 def test_a_command_quantises_a_model(tmp_path: Path) -> None:
     """On the CPU the values are dequantised; settings and memory say so."""
     save_family(tmp_path, "qwen3-biases", hidden_size=64, intermediate_size=96)
-    with Engine.from_pretrained(tmp_path, weights="int4") as engine:
+    with Engine.from_pretrained(tmp_path, weights="int4", lm_head="fp8") as engine:
         engine.generate([5, 6, 7], max_new_tokens=3, ignore_eos=True)
-        assert engine.model_config.weights_name("fp32") == "int4 (groups of 128), dequantised to fp32"
+        assert engine.model_config.weights_name("fp32") == "int4 (groups of 128), LM head fp8, dequantised to fp32"
         assert engine.memory is not None
         assert engine.memory.weights_bytes == held_bytes(engine.model.weights)
