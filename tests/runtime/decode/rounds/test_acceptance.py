@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 
 import pytest
 import torch
 
+from alspec.config import SamplingConfig
 from alspec.kernels.sampling.adjustment import count_newest, tokens_seen
+from alspec.runtime.decode.eager_sampling import probabilities, sample
 from alspec.runtime.decode.rounds.acceptance import accepted_drafts, max_drafts, round_rows, seen_by_rows
 from alspec.runtime.decode.rounds.drafter import Drafts
 from alspec.runtime.decode.rounds.token_history import TokenHistory
@@ -107,3 +110,52 @@ def test_history(seed: int) -> None:
         assert history.newest.tolist() == [text[-1] for text in texts]
         for row, text in zip(history.token_ids.tolist(), texts, strict=True):
             assert row[: len(text)] == text
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"top_k": 3}, {"top_p": 0.8}, {"min_p": 0.2, "temperature": 0.7}], ids=lambda each: "-".join(each)
+)
+def test_emitted_texts_have_the_models_distribution(settings: dict[str, float]) -> None:
+    """Chi-square over 20,000 random streams: texts of three tokens from rounds of a drafter that is often wrong.
+
+    Model and drafter are Markov chains over five tokens, so the distribution of a text is a product of `probabilities`.
+    """
+    vocab, count, new_tokens, width = 5, 20_000, 3, 3
+    generator = torch.Generator().manual_seed(3)
+    model = torch.randn(vocab, vocab, generator=generator) * 1.5
+    drafter = model + torch.randn(vocab, vocab, generator=generator)
+    sampling = SamplingConfig(**{"temperature": 1.0, "seed": 11} | settings)
+    request, lengths = torch.arange(count), torch.ones(count, dtype=torch.int64)
+    texts = torch.zeros(count, 1 + new_tokens + width + 1, dtype=torch.int64)
+    accepted_of_rounds = []
+    while int(lengths.min()) < 1 + new_tokens:
+        newest = texts.gather(1, lengths[:, None] - 1)[:, 0]
+        proposed = [newest]
+        for place in range(width):
+            proposed.append(sample(drafter[proposed[-1]], sampling, request, lengths + place))
+        counts = (1 + new_tokens - lengths).clamp(0, width)
+        drafts = Drafts(torch.stack(proposed[1:], 1), counts)
+        rows, row_lens = round_rows(newest, lengths, drafts)
+        # Requests that have their text run on with no drafts; their places are not read.
+        chosen = torch.stack(
+            [sample(model[ids], sampling, request, lens.long()) for ids, lens in zip(rows, row_lens, strict=True)]
+        )
+        accepted = accepted_drafts(drafts, chosen)
+        accepted_of_rounds.append(accepted[counts == width])
+        padded = torch.cat([drafts.token_ids, newest[:, None]], 1)
+        emitted = torch.where(torch.arange(width + 1) < accepted[:, None], padded, chosen.T)
+        live = counts > 0
+        for place in range(width + 1):
+            writes = live & (place <= accepted)
+            at = (lengths + place)[writes]
+            texts[writes, at] = emitted[writes, place]
+        lengths = torch.where(live, lengths + accepted + 1, lengths)
+    assert set(torch.cat(accepted_of_rounds).tolist()) == {0, 1, 2, 3}
+    found = torch.zeros(vocab**new_tokens)
+    found.index_add_(0, (texts[:, 1:4] * torch.tensor([vocab**2, vocab, 1])).sum(1), torch.ones(count))
+    probs = probabilities(model, sampling).double()
+    expected = count * (probs[0][:, None, None] * probs[:, :, None] * probs[None]).flatten()
+    assert not found[expected == 0].any()  # a token that was cut is never emitted
+    kept = expected > 5
+    chi2, freedom = float(((found - expected)[kept].square() / expected[kept]).sum()), int(kept.sum()) - 1
+    assert chi2 < freedom + 5 * math.sqrt(2 * freedom) + 5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -99,27 +100,44 @@ def test_a_quantised_copy_drafts_for_the_model(
         assert 0 < sum(accepted for _, accepted in rounds) <= sum(drafts for drafts, _ in rounds)
 
 
-@pytest.mark.parametrize("codec", fast([*CODECS, "turbo-mixed"], ["turbo4"]))
-@pytest.mark.parametrize("seed", fast([1, 2, 3], [1]))
-def test_drafts_that_are_right_by_chance_leave_nothing_behind(
-    turbo_folder: Path, make_prompt: Any, codec: str, seed: int
-) -> None:
-    """Many rounds, over several blocks. The last rounds of a text see a cache that others have ended at any place."""
+def check_rounds_by_chance(folder: Path, make_prompt: Any, codec: str, seed: int) -> int:
+    """Drafts that are right by chance leave nothing behind: tokens and every byte of the cache are a plain run's.
+
+    Texts go over several blocks. The last rounds of a text see a cache that others have ended at any place.
+
+    Returns:
+        Rounds, counted for each request.
+    """
     prompts = [make_prompt(length, seed=seed + length) for length in (62, 126, 3)]
     sampling = SamplingConfig(max_new_tokens=100, ignore_eos=True, temperature=1.0, seed=seed)
     lengths = [len(ids) + sampling.max_new_tokens - 1 for ids in prompts]
-    with engine_of(turbo_folder, kv_cache=codec) as engine:
+    with engine_of(folder, kv_cache=codec) as engine:
         tokens = generated(engine, prompts, sampling)
         expected = cached(engine, lengths)
-    with engine_of(turbo_folder, kv_cache=codec, draft="ngram") as engine:
+    with engine_of(folder, kv_cache=codec, draft="ngram") as engine:
         engine.load(3, max(map(len, prompts)) + sampling.max_new_tokens)
         texts = [ids + new for ids, new in zip(prompts, tokens, strict=True)]
         put_drafter(engine, CoinDrafter(texts, seed), 5)
         assert generated(engine, prompts, sampling) == tokens
-        accepted = {accepted for step in engine.generation.rounds for drafts, accepted in step if drafts == 5}
-        assert accepted >= {0, 1, 2, 3}
+        rounds = [each for step in engine.generation.rounds for each in step]
+        assert {accepted for drafts, accepted in rounds if drafts == 5} >= {0, 1, 2, 3}
         for found, right in zip(cached(engine, lengths), expected, strict=True):
             assert torch.equal(found, right)
+    return len(rounds)
+
+
+@pytest.mark.parametrize("codec", fast([*CODECS, "turbo-mixed"], ["turbo4"]))
+def test_drafts_that_are_right_by_chance_leave_nothing_behind(turbo_folder: Path, make_prompt: Any, codec: str) -> None:
+    check_rounds_by_chance(turbo_folder, make_prompt, codec, seed=1)
+
+
+@pytest.mark.full
+def test_ten_thousand_rounds(turbo_folder: Path, make_prompt: Any) -> None:
+    rounds, codecs = 0, itertools.cycle(CODECS)
+    for seed in itertools.count(2):
+        rounds += check_rounds_by_chance(turbo_folder, make_prompt, next(codecs), seed)
+        if rounds >= 10_000:
+            break
 
 
 @pytest.mark.parametrize("codec", ["bf16", "turboquant3"])
