@@ -76,12 +76,12 @@ def _load(config: ChatConfig, engine: Engine, status: StatusLine) -> None:
     status.show("loading weights")
     notices = []
     try:
-        engine.load(1, engine.max_total_tokens)
+        engine.load(1, engine.max_total_tokens, for_turns=True)
     except DoesNotFitError as error:
         if config.max_context is not None or error.largest_context is None:
             raise
         largest = min(map(int, engine.agreement.exchange(str(error.largest_context))))
-        engine.load(1, largest)
+        engine.load(1, largest, for_turns=True)
         notices.append(f"a conversation can have {largest} of {engine.max_total_tokens} tokens: more do not fit")
     status.clear()
     if engine.placement.rank == 0:

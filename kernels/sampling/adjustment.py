@@ -45,9 +45,9 @@ def tokens_seen(prompts: Sequence[Sequence[int]], vocab_size: int, device: torch
     return seen
 
 
-def count_newest(seen: Tensor, token_ids: Tensor) -> None:
-    """Count each request's newest token, [B] int64, as part of its answer; `seen` changes."""
-    seen[torch.arange(len(seen), device=seen.device), token_ids] += int(IN_ANSWER.value)
+def count_newest(seen: Tensor, token_ids: Tensor, times: int = 1) -> None:
+    """Count each request's newest token, [B] int64, as part of its answer; `seen` changes. times: -1 takes it back."""
+    seen[torch.arange(len(seen), device=seen.device), token_ids] += times * int(IN_ANSWER.value)
 
 
 def adjusted_ref(logits: Tensor, choice: ChoiceConfig, seen: Tensor | None = None) -> Tensor:

@@ -41,7 +41,7 @@ def measure_turns(config: EngineConfig, contexts: list[int], found: Callable[[Ro
     engine = Engine(config)
     check_positions(max(contexts), engine.model_config, 2 * ANSWER + NEW)
     with guarded(engine.heartbeat, "Lower --contexts, or use more ranks"):
-        engine.load(1, max(contexts) + 2 * ANSWER + NEW)
+        engine.load(1, max(contexts) + 2 * ANSWER + NEW, for_turns=True)
         for context in sorted(set(contexts)):
             found(_measure(engine, context))
         engine.close()

@@ -294,6 +294,8 @@ def token_ids(prompt: object, where: str = "prompt") -> list[int]:
     if _is_array(prompt):
         with suppress(RuntimeError):  # raised by a sparse tensor, or one without data
             found = prompt.tolist()  # type: ignore[attr-defined]
+    if isinstance(found, list) and not is_bytes and set(map(type, found)) == {int}:  # quick, for each first token
+        return list(found)
     if isinstance(found, Sequence) and not is_bytes and not any(isinstance(token, bool) for token in found):
         with suppress(TypeError):
             return [operator.index(token) for token in found]
@@ -310,8 +312,9 @@ def spelled(prompt: object) -> str:
         ids = token_ids(prompt)
     except UserError as error:
         return str(error)
-    # Python prints integers of any size only in hexadecimal.
-    return f"[{', '.join(str(token) if token.bit_length() < 64 else hex(token) for token in ids)}]"
+    if max(map(int.bit_length, ids), default=0) < 64:
+        return str(ids)
+    return f"[{', '.join(map(hex, ids))}]"  # Python prints integers of any size only in hexadecimal
 
 
 class StreamDecoder:

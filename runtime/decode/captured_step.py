@@ -7,7 +7,8 @@ ring in pinned host memory, which the host polls: no call into CUDA waits for an
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch import Tensor
 from alspec.config import SamplingConfig
 from alspec.interrupts import interrupts_wait
 from alspec.kernels.attention.dispatch import DecodeAttention
+from alspec.kernels.comm.exchange import Exchange
 from alspec.kernels.common.jit_launch import compiling
 from alspec.kernels.sampling.next_token import RING_HEADER, RING_STEPS, finish_step
 from alspec.runtime.decode.captured_choice import CapturedChoice, ChoiceKinds
@@ -23,11 +25,22 @@ from alspec.runtime.decode.decoder import Decoder, SpeculationState
 from alspec.runtime.decode.hooks import OperationHook, no_hook
 from alspec.runtime.decode.step_ring import StepRing, pinned
 
-__all__ = ["CapturedStep"]
+__all__ = ["CapturedStep", "capture_graph"]
 
 # Steps in flight: one step runs while the host reads the previous one. Every rank must launch the same number of steps,
 # so the number depends on the tokens alone.
 DEPTH = 2
+
+
+def capture_graph(device: torch.device, launch: Callable[[], None], priority: int = 0) -> torch.cuda.CUDAGraph:
+    """Capture what `launch` launches. priority: of the stream; lower is more urgent."""
+    graph = torch.cuda.CUDAGraph()
+    # thread_local: the heartbeat and NCCL's watchdog may call CUDA during the capture.
+    with torch.cuda.graph(
+        graph, stream=torch.cuda.Stream(device, priority=priority), capture_error_mode="thread_local"
+    ):
+        launch()
+    return graph
 
 
 class CapturedStep:
@@ -103,12 +116,15 @@ class CapturedStep:
 
     def _capture(self, kept: Sequence[int]) -> int:
         """Compile the step's kernels, run two steps, then capture one if graphs are used; returns the fault word."""
-        self.begin([0] * self._batch_size, [num_tokens + 1 for num_tokens in kept])
+        seq_lens = [num_tokens + 1 for num_tokens in kept]
+        self.begin([0] * self._batch_size, seq_lens)
         if self._is_cuda:
             # Collectives and copies of the step are not kernels of ours: they run here.
             with compiling():
                 self._launch_kernels(no_hook)
         for _ in range(2):
+            # Both write to the same place: the next one may lie in another block, whose tokens replace kept ones.
+            self._decoder.buffers.seq_lens.copy_(torch.tensor(seq_lens, dtype=torch.int32))
             self._launch_kernels(no_hook)
             self._launched += 1
         self._taken = self._launched
@@ -116,12 +132,8 @@ class CapturedStep:
         if fault:
             return fault
         if self.uses_graph:
-            graph = torch.cuda.CUDAGraph()
-            stream = torch.cuda.Stream(self._device, priority=self._decoder.stream_priority)
-            # thread_local: the heartbeat and NCCL's watchdog may call CUDA during the capture.
-            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-                self._launch_kernels(no_hook)
-            self._graph = graph
+            launch = partial(self._launch_kernels, no_hook)
+            self._graph = capture_graph(self._device, launch, self._decoder.stream_priority)
         self._prepared = True
         return 0
 
@@ -140,6 +152,11 @@ class CapturedStep:
         # Drop the steps of the previous generation that were launched ahead and not read.
         self._begun = self._taken = self._launched = int(self._decoder.exchange.epoch) - 1
         self._begun_s, self._last_clock_ns = time.perf_counter(), 0
+
+    @property
+    def exchange(self) -> Exchange:
+        """Of the group: its epoch and fault word are those of all work on the cache."""
+        return self._decoder.exchange
 
     @property
     def launched(self) -> int:

@@ -19,11 +19,10 @@ from alspec.runtime.decode.decode_step import DecodeStep
 from alspec.runtime.decode.hooks import OperationHook
 from alspec.runtime.decode.rounds.draft_policy import FUSED_COST, FUSED_ROW_COST, DraftPolicy, round_cost
 from alspec.runtime.decode.rounds.drafter import Drafter
-from alspec.runtime.decode.rounds.model_drafter import ModelDrafter
+from alspec.runtime.decode.rounds.model_drafter import ModelDrafter, SelfDrafter
 from alspec.runtime.decode.rounds.ngram_drafter import NgramDrafter
 from alspec.runtime.decode.rounds.round_step import RoundStep
 from alspec.runtime.decode.rounds.row_forward import RowForward
-from alspec.runtime.decode.rounds.self_drafter import SelfDrafter
 from alspec.runtime.distributed.placement import PeerMemory
 from alspec.runtime.distributed.transport import Transport
 from alspec.runtime.engine.composition import Choices

@@ -2,36 +2,26 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-import threading
 import time
 import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from alspec.config import EngineConfig, SamplingConfig, check_softmax, validate
+from alspec.config import SamplingConfig, validate
 from alspec.errors import UserError
-from alspec.kernels.sampling.adjustment import tokens_seen
+from alspec.interrupts import interrupts_wait
+from alspec.kernels.sampling.adjustment import count_newest, tokens_seen
 from alspec.kernels.sampling.logprobs import Logprobs
-from alspec.models.checkpoint.source import model_config, open_tokenizer
-from alspec.models.llama import Llama
+from alspec.models.checkpoint.source import open_tokenizer
 from alspec.models.tokenizer.tokenizer import Prompt, Tokenizer, encode_prompts, prompts_of, spelled
-from alspec.runtime.cache.codecs import Cache, check_window, fit_heads
-from alspec.runtime.decode.decode_step import DecodeStep, StepRecord
+from alspec.runtime.decode.decode_step import StepRecord
 from alspec.runtime.decode.eager_step import choose_tokens
-from alspec.runtime.distributed.agreement import Agreement
-from alspec.runtime.distributed.placement import PeerMemory
-from alspec.runtime.distributed.transport import TIMEOUT, Transport, connect_store
-from alspec.runtime.engine import composition
-from alspec.runtime.engine.drafting import Drafting, check_rings
 from alspec.runtime.engine.generation import (
     Completion,
     Generation,
@@ -40,108 +30,17 @@ from alspec.runtime.engine.generation import (
     check_prompts,
     check_sampling,
     fit_new_tokens,
-    max_total_tokens,
     requests_of,
     rows_of,
 )
-from alspec.runtime.engine.kept_prefix import KeptPrefix
-from alspec.runtime.engine.kept_weights import with_weights
-from alspec.runtime.engine.loading import agreed_settings, model_notices, open_model, read_weights, take_device, warm_up
-from alspec.runtime.engine.memory import MemoryPlan, available_bytes, check_fits, check_max_context
-from alspec.runtime.engine.prompt_pass import process_prompts
-from alspec.runtime.faults.bad_steps import fault_error
-from alspec.runtime.faults.heartbeat import LOADING, Heartbeat, pending_error
-from alspec.runtime.profiling.timeline import Timeline
+from alspec.runtime.engine.prompt_pass import appends_prompt, process_prompts
+from alspec.runtime.engine.resources import Resources
 
 __all__ = ["Engine"]
 
-_JOBS = itertools.count()
 
-
-class Engine:
-    """A model on this rank's device, ready to generate.
-
-    Creating it finds every mistake in configuration and checkpoint without taking device memory; `load` takes it.
-
-    Raises:
-        UserError: flags, checkpoint, tokenizer, or a world size the model does not divide by.
-    """
-
-    # Set by `load`.
-    model: Llama
-    cache: Cache
-    _kept: KeptPrefix  # what the cache holds
-    decode_step: DecodeStep | None = None
-
-    def __init__(self, config: EngineConfig, trace: bool = False) -> None:
-        self.config = config
-        check_softmax(config)
-        self.model_config = fit_heads(config.kv_cache, model_config(config))
-        self.checkpoint, self.tokenizer = open_model(config, self.model_config)
-        check_max_context(config.max_context, self.model_config)
-        self._choices = composition.choose(config, self.model_config, trace)
-        tp_size = self._choices.placement.tp_size
-        self.model_config = with_weights(config, self.model_config, tp_size, self._choices.packs_weights)
-        self._drafting = Drafting.open(config, self.model_config, self.tokenizer, self._choices)
-        self.mode, self.placement, self.device = self._choices.mode, self._choices.placement, self._choices.device
-        self.dtype, self.dtype_name = self._choices.dtype, self._choices.dtype_name
-        about_model = model_notices(config, self.checkpoint, self.model_config, self.dtype_name, tp_size)
-        self.notices = [*about_model, *self._choices.notices]  # choices a user may not expect
-        self._has_warned = False  # `stream` shows them once; commands print them
-        # Engines of one process have keys of their own; ranks create them in the same order.
-        job = f"alspec-{next(_JOBS)}"
-        several = self.placement.world_size > 1
-        self._store = dist.PrefixStore(job, connect_store(self.placement)) if several else None
-        self.agreement = Agreement(self.placement, self._store)
-        self.heartbeat = Heartbeat(self.placement, job=job)
-        if self._store is not None:
-            self.heartbeat.announce(self._store)
-        self.timeline = Timeline(self.device, trace)
-        self.memory: MemoryPlan | None = None  # of what is loaded, cache included
-        self._weights_bytes = 0  # of the weights that are loaded
-        self.transport: Transport | None = None
-        self._peer_memory: PeerMemory | None = None
-        self.generation = Generation([])  # what `stream` serves, or served last: its requests and what was measured
-        self._step = 0
-        self._attempts = 0  # to run decode steps; a fault ends one
-        self._generations = 0  # begun so far
-        self._owner = 0  # the generation that may use the cache: the last one, unless a load came after it
-        self._lock = threading.RLock()  # one thread at a time loads, closes or takes a step
-        self._is_closed = False
-        self._is_warm = self.device.type != "cuda"
-
-    @classmethod
-    def from_pretrained(cls, model: str | Path | None = None, **options: Any) -> Engine:
-        """An engine for a folder or GGUF file (default: the demo checkpoint); options are fields of `EngineConfig`."""
-        return cls(validate(EngineConfig, {"model": model, **options}, "Engine.from_pretrained"))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # After an error the other ranks may be at any place: do not wait for them.
-        if kind is None or self.placement.world_size == 1:
-            self.close()
-
-    @property
-    def transport_name(self) -> str:
-        """How this rank's results reach the others while decoding."""
-        return self._peer_memory if self._peer_memory and self.is_fused else self._choices.backend
-
-    @property
-    def is_fused(self) -> bool:
-        """Decode steps run the fused kernels."""
-        return self.decode_step is not None and self.decode_step.is_fused
-
-    @property
-    def uses_graph(self) -> bool:
-        """Decode steps are replays of a captured graph."""
-        return self.decode_step is not None and self.decode_step.uses_graph
-
-    @property
-    def max_total_tokens(self) -> int:
-        """The most tokens that a prompt and its answer may have together."""
-        return max_total_tokens(self.config, self.model_config)
+class Engine(Resources):
+    """A model on this rank's device, ready to generate. `Resources` creates, loads and closes it."""
 
     def take_notices(self) -> list[str]:
         """Choices that a user may not expect, for a command that prints them; `stream` then shows none."""
@@ -162,130 +61,6 @@ class Engine:
         context = self.config.max_context or needed
         self._check_context(context)
         return context
-
-    def _check_context(self, context: int) -> None:
-        """Refuse a context that is longer than a sliding window, if codec, mode or drafts cannot serve it."""
-        check_window(self.config.kv_cache, self.mode, self.model_config, context)
-        if self._drafting is not None:
-            check_rings(self.config, self.model_config, self._drafting.model_config, context)
-
-    def load(self, batch_size: int, max_context: int) -> None:
-        """Take memory: connect the ranks, read this rank's weights, allocate the cache.
-
-        A second call, for a larger batch or context, replaces only the cache. A call after an error loads what is
-        missing.
-
-        Raises:
-            DoesNotFitError: before anything is allocated; for packets in the host's memory, after weights and cache.
-            UserError: settings that ranks disagree on; a transport asked for that does not work; after `close`.
-        """
-        with self._lock:
-            self._refuse_closed()
-            self._check_context(max_context)
-            self._load(batch_size, max_context)
-
-    def _load(self, batch_size: int, max_context: int) -> None:
-        self._owner = 0
-        config, placement = self.model_config, self.placement
-        held = self._weights_bytes + (self.cache.num_bytes if "cache" in vars(self) else 0)
-        if self.memory is not None:  # a draft model's cache, too
-            held = self._weights_bytes + self.memory.cache_bytes
-        self.heartbeat.start(self._release)
-        with self.heartbeat.waiting("load"):
-            self._catch_up(self.agreement.exchange)
-            # The rank with the least memory decides for all.
-            own = available_bytes(self.device, placement.local_world_size) + held
-            available = min(map(int, self.agreement.exchange(str(own))))
-        drafts, recalled = self._drafting, composition.recalled_blocks(self.config, self.mode)
-        memory = check_fits(
-            config, placement.shard, self.dtype, batch_size, max_context, available, self.config.kv_cache,
-            self.device.type, self.config.kv_protect, recalled, None if drafts is None else drafts.size,
-        )  # fmt: skip
-        if "cache" in vars(self):
-            # Free the graph, then the cache that it refers to, before the new cache is allocated.
-            self._release()
-            self.memory = self.decode_step = None
-            del self.cache, self._kept
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()
-        if not self._weights_bytes:
-            with self.heartbeat.waiting("load"):
-                self._load_model()
-            self._weights_bytes = memory.weights_bytes
-        self.cache = composition.build_cache(self._choices, self.config, config, batch_size, max_context)
-        self._kept = KeptPrefix(self.cache, self.mode == "off" or self.config.speculation.threshold == 0.0)
-        self.notices += composition.eager_notices(self._choices, batch_size, self.config, self.notices)
-        parts = self.model, self.cache, self.connected()
-        if self._drafting is not None:
-            self.decode_step = self._drafting.build_step(*parts, self._peer_memory, self._step_operation)
-        else:
-            self.decode_step = composition.build_decode_step(
-                self._choices, self.config.speculation, *parts, self._peer_memory, self._step_operation
-            )
-        self.memory = memory
-        if not self._is_warm:
-            warm_up(self.model, self.cache, self.connected(), self._operation)
-            self._is_warm = True
-
-    def _release(self) -> None:
-        if self.decode_step is not None:
-            self.decode_step.release()
-            self.decode_step = None
-
-    def _catch_up(self, exchange: Callable[[str], list[str]]) -> None:
-        """Launch the steps that other ranks have launched ahead, before anything waits for the device.
-
-        Args:
-            exchange: every rank's text, given this rank's.
-        """
-        most = max(map(int, exchange(str(self.decode_step.launched if self.decode_step is not None else 0))))
-        if self.decode_step is not None:
-            self.decode_step.catch_up(most)
-
-    def _load_model(self) -> None:
-        config, placement = self.model_config, self.placement
-        if self._store is not None and dist.is_initialized():
-            raise UserError(
-                "engine: torch.distributed is in use in this process; close the other engine first, or end your own "
-                "process group: several ranks have one at a time"
-            )
-        self.agreement.require_same(agreed_settings(self.config, config, self._choices))
-        self.heartbeat.mark(0, LOADING, -1)
-        take_device(self.device, placement)
-        weights = read_weights(self.checkpoint, config, placement, self.dtype, self.device)
-        choices, requested = self._choices, self.config.transport
-        self.transport = Transport(placement, self.device, choices.backend, self._store)
-        try:
-            self._peer_memory, notices = composition.find_peer_memory(choices, requested, self.transport)
-        except UserError:
-            self.transport.close()
-            self.transport = None
-            raise
-        self.notices += notices
-        self.model = Llama(config, weights, self.transport)
-        if self._drafting is not None:
-            self._drafting.load(self.transport)
-
-    def connected(self) -> Transport:
-        """The transport. Call `load` first."""
-        assert self.transport is not None, "load comes first"
-        return self.transport
-
-    @contextmanager
-    def _operation(self, name: str, layer: int) -> Iterator[None]:
-        # Until the kernels are compiled, the heartbeat keeps the long limit of loading.
-        if self._is_warm:
-            self.heartbeat.mark(self._step, name, layer)
-        with self.timeline.span(name, layer):
-            yield
-
-    @contextmanager
-    def _step_operation(self, name: str, layer: int) -> Iterator[None]:
-        # A step may be launched ahead of the one that the host reads.
-        assert self.decode_step is not None
-        self.timeline.step = self.decode_step.next_step
-        with self._operation(name, layer):
-            yield
 
     def stream(
         self,
@@ -363,7 +138,7 @@ class Engine:
             sampling, notice = self.fit_new_tokens(prompts, sampling)
             needed, batch_size = self.check_prompts(prompts, sampling.max_new_tokens), len(prompts)
             if self.memory is None or self.cache.batch_size != batch_size or self.cache.max_context < needed:
-                self.load(batch_size, needed)
+                self.load(batch_size, needed, self._for_turns)
             if self.model.set_total_length(needed):
                 self._kept.forget()  # its keys have other rotary frequencies
             # A call that was interrupted may have ended at another token on each rank.
@@ -399,11 +174,13 @@ class Engine:
             self._prepare(sampling, kept)
             prompts = [request.prompt_ids for request in generation.requests]
             seen = tokens_seen(prompts, self.model_config.vocab_size, self.device) if sampling.penalises else None
-            tokens, logprobs = self._prefill(generation, sampling, seen, progress)
+            appends = appends_prompt(self._append, generation)
+            first = self._append_prompt if appends else partial(self._prefill, sampling=sampling, progress=progress)
+            tokens, logprobs = first(generation, seen=seen)
         for token in generation.push([[token] for token in tokens], None, first_lossy, logprobs):
             yield token
             self._check_running(number)
-        if any(generation.live):
+        if any(generation.live) and not appends:
             with self._running(number):
                 self._begin_steps(tokens, generation.seq_lens, seen, prompts)
         while any(generation.live):
@@ -462,6 +239,29 @@ class Engine:
         generation.prefill_us = (time.perf_counter() - started) * 1e6
         return chosen
 
+    def _append_prompt(self, generation: Generation, seen: Tensor | None) -> tuple[list[int], Logprobs | None]:
+        """Append the prompt to what the cache keeps of it, and begin the steps; the first one gives the first token."""
+        (request,), (kept,) = generation.requests, generation.reused_tokens
+        ids, started = request.prompt_ids, time.perf_counter()
+        assert self._append is not None
+        self.connected().barrier()
+        self.timeline.start()
+        self._step = 0
+        with interrupts_wait():  # all ranks launch all passes, and then know what the cache holds
+            fault = self._append.run(ids[kept:-1], kept)
+            self._kept.wrote_prompt(0, ids[:-1])
+        self._raise_fault(fault)
+        if seen is not None:
+            count_newest(seen, torch.tensor(ids[-1:], device=seen.device), times=-1)  # the step will count it
+        self._begin_steps(ids[-1:], [len(ids)], seen, [ids[:-1]])
+        self._mark_step()
+        assert self.decode_step is not None
+        record = self.decode_step.step(1)
+        self._raise_fault(record.fault)
+        self._kept.wrote_prompt(0, ids)
+        generation.prefill_us = (time.perf_counter() - started) * 1e6
+        return record.token_ids[0], record.logprobs
+
     def prepare(self, sampling: SamplingConfig) -> None:
         """Compile and capture the decode step for this way of sampling; overwrites the start of the cache.
 
@@ -473,15 +273,7 @@ class Engine:
 
     def _prepare(self, sampling: SamplingConfig, kept: list[int] | None) -> None:
         assert self.decode_step is not None
-        self.heartbeat.mark(0, LOADING, -1)  # compiling is one long call
-        self._step = 0
-        self._attempts += 1
-        is_warm, self._is_warm = self._is_warm, False
-        try:
-            fault = self.decode_step.prepare(sampling, kept)
-        finally:
-            self._is_warm = is_warm
-        self._raise_fault(fault)
+        self._compile(partial(self.decode_step.prepare, sampling, kept))
 
     def decode(
         self, token_ids: list[int], seq_lens: list[int], num_steps: int, prompts: list[list[int]] | None = None
@@ -522,14 +314,6 @@ class Engine:
         self._step += 1
         self.heartbeat.mark(self._step, "replay" if self.uses_graph else "decode", -1)
 
-    def _raise_fault(self, code: int) -> None:
-        if code:
-            raise fault_error(code, self._step, self.model_config.num_layers, self.agreement, self._attempts)
-
-    def _refuse_closed(self) -> None:
-        if self._is_closed:
-            raise UserError("engine: it is closed; create another one")
-
     def text_tokenizer(self, advice: str, where: str = "prompt") -> Tokenizer:
         """The tokenizer, where a text needs it.
 
@@ -547,54 +331,3 @@ class Engine:
     def gather_rows(self, rows: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
         """Rows of every rank, on every rank."""
         return [json.loads(text) for text in self.agreement.exchange(json.dumps(rows))]
-
-    def close(self) -> None:
-        """End in order: wait for all ranks, stop the heartbeat, end the process groups, free the memory.
-
-        Every rank calls it, or leaves a `with` block, before it ends. A rank that ends without `close` does not wait
-        for the others. If an error is pending, as in a `finally` block, `close` waits only for ranks that close as
-        well; ranks that wait for this one in a step end with an error that names it.
-        """
-        with self._lock:
-            self._close()
-            self._is_closed = True
-
-    def _close(self) -> None:
-        # At the interpreter's end the heartbeat may have stopped before: then wait for no rank.
-        has_left = self.placement.world_size > 1 and not self.heartbeat.watching
-        if self.transport is None:
-            self.heartbeat.stop(has_met=False)
-        elif not self._is_closed and not has_left:
-            error = pending_error()
-            if error is None:
-                with self.heartbeat.waiting("close"):
-                    if self.heartbeat.rendezvous(None):
-                        self.transport.flush()
-                        self._close_together(self.transport)
-            elif self.heartbeat.rendezvous(error):
-                # Messages may have no receiver any more, and the pending error is the one to report.
-                with suppress(RuntimeError):
-                    self._close_together(self.transport)
-
-    def _close_together(self, transport: Transport) -> None:
-        """The part of `close` that every rank runs, if all ranks close."""
-        with self.heartbeat.waiting("close"):
-            self._catch_up(lambda own: self.agreement.gather_within("launched", own, TIMEOUT.total_seconds()))
-            transport.barrier()
-        # Graphs first, then the memory of packets, then process groups: NCCL waits for graphs that refer to it.
-        self._release()
-        self.heartbeat.stop()
-        transport.close()
-        self._free()
-
-    def _free(self) -> None:
-        """Free weights and cache for the next engine of this process."""
-        # The decode step and this engine form a reference cycle, which would keep the weights alive.
-        self.decode_step = self.memory = None
-        for name in ("model", "cache", "_kept"):
-            vars(self).pop(name, None)
-        if self._drafting is not None:
-            self._drafting.model = None
-        self._weights_bytes = 0
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()

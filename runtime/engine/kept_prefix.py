@@ -6,6 +6,9 @@ Kept is what a prompt that is processed anew would write again:
 - its answers too, if decode steps write what a prompt would write: over a cache that is not quantised, with no
   speculation. An accepted `A~` changes the keys and values of later layers, and a quantised cache cuts appended tokens
   to the range of the prompt. Such an answer is processed again as part of the next prompt.
+
+With passes that append rows (rounds/row_append.py), a prompt that begins with all that a quantised cache holds keeps
+all of it, its answers as decode steps wrote them: what follows is appended as they were.
 """
 
 from __future__ import annotations
@@ -24,11 +27,12 @@ class KeptPrefix:
     Args:
         cache: which holds nothing yet.
         is_lossless: decode steps speculate nothing, or accept nothing.
+        max_appended: most tokens that are appended behind any token; 0: a prompt pass processes them.
     """
 
-    def __init__(self, cache: Cache, is_lossless: bool) -> None:
-        self._cache = cache
-        self._keeps_answers = is_lossless and cache.appends_exactly
+    def __init__(self, cache: Cache, is_lossless: bool, max_appended: int = 0) -> None:
+        self._cache, self._max_appended = cache, max_appended
+        self._keeps_answers = is_lossless and (cache.appends_exactly or max_appended > 0)
         self._ids: list[list[int]] = [[] for _ in range(cache.batch_size)]
 
     def forget(self) -> None:
@@ -41,12 +45,15 @@ class KeptPrefix:
         for ids, held in zip(prompts, self._ids, strict=True):
             common = common_prefix(ids, held)
             kept = min(common, len(ids) - 1)
-            reusable.append(self._cache.keepable(kept, is_whole=common == len(held)))
+            if not kept == len(held) >= len(ids) - self._max_appended:
+                kept = self._cache.keepable(kept, is_whole=common == len(held))
+            reusable.append(kept)
         return reusable
 
     def cut(self, request: int, num_tokens: int) -> None:
         """Cut a request back to some of its `reusable` tokens, before the rest of a prompt is written behind them."""
-        self._cache.cut(request, num_tokens)
+        if num_tokens < len(self._ids[request]):
+            self._cache.cut(request, num_tokens)
         # If this prompt is never finished, only what stays in any case is left.
         kept = self._cache.keepable(num_tokens, is_whole=False)
         self._ids[request] = self._ids[request][:kept]

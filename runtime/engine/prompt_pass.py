@@ -11,11 +11,20 @@ from alspec.models.llama import Llama
 from alspec.runtime.cache.codecs import Cache
 from alspec.runtime.decode.hooks import OperationHook
 from alspec.runtime.decode.prefill import prefill
+from alspec.runtime.decode.rounds.row_append import RowAppend
 from alspec.runtime.distributed.transport import Transport
 from alspec.runtime.engine.generation import Generation
 from alspec.runtime.engine.kept_prefix import KeptPrefix
 
-__all__ = ["process_prompts"]
+__all__ = ["appends_prompt", "process_prompts"]
+
+
+def appends_prompt(append: RowAppend | None, generation: Generation) -> bool:
+    """Whether passes of several rows process what a single prompt has behind its kept tokens."""
+    if append is None or len(generation.requests) > 1:
+        return False
+    (request,), (kept,) = generation.requests, generation.reused_tokens
+    return kept > 0 and len(request.prompt_ids) - kept <= append.max_tokens
 
 
 def process_prompts(

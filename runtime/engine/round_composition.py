@@ -18,20 +18,25 @@ from alspec.kernels.rounds.round_state import RoundRowBuffers, RoundState
 from alspec.models.llama import Llama
 from alspec.models.llama_config import LlamaConfig
 from alspec.runtime.cache.codecs import Cache
+from alspec.runtime.cache.window_cache import WindowCache
+from alspec.runtime.decode.captured_step import CapturedStep
+from alspec.runtime.decode.decode_step import DecodeStep
 from alspec.runtime.decode.decoder import DecodeBuffers, Decoder
 from alspec.runtime.decode.hooks import OperationHook
 from alspec.runtime.decode.rounds.captured_round import CapturedRoundStep, RoundKind
 from alspec.runtime.decode.rounds.device_drafters import DeviceDrafter, ModelDraftSteps, NgramDrafts, SelfDraftSteps
 from alspec.runtime.decode.rounds.draft_policy import DraftPolicy
 from alspec.runtime.decode.rounds.model_drafter import ModelDrafter
+from alspec.runtime.decode.rounds.row_append import RowAppend
 from alspec.runtime.decode.rounds.row_decoder import DraftDecoder, RowDecoder
 from alspec.runtime.decode.rounds.row_forward import RowForward
 from alspec.runtime.decode.rounds.token_history import TokenHistory
 from alspec.runtime.distributed.peer_memory import build_exchanges
 from alspec.runtime.distributed.placement import PeerMemory
 from alspec.runtime.distributed.transport import Transport
+from alspec.runtime.engine.composition import Choices
 
-__all__ = ["build_captured_rounds", "serves_rows"]
+__all__ = ["build_captured_rounds", "build_row_append", "serves_rows"]
 
 
 def serves_rows(batch_size: int, rows: int, config: LlamaConfig, tp_size: int) -> bool:
@@ -146,6 +151,36 @@ def build_captured_rounds(
         RoundState.allocate(batch_size, cache.max_context, config.draft_tokens, device), plain, kind(num_rows, drafter),
         policy, round_cost, cache.max_context, uses_graph, operation, catch_up,
     )  # fmt: skip
+
+
+def build_row_append(
+    choices: Choices,
+    model: Llama,
+    cache: Cache,
+    transport: Transport,
+    peer_memory: PeerMemory | None,
+    step: DecodeStep,
+    operation: OperationHook,
+) -> RowAppend | None:
+    """Passes that append a prompt's tokens to those that a cache of one request keeps; None where none can.
+
+    Args:
+        step: over the same cache. If it wants the last query of a prompt, only a prompt pass can give it.
+    """
+    if not isinstance(step, CapturedStep | CapturedRoundStep) or step.prompt_queries is not None:
+        return None
+    if choices.mode != "off" or cache.batch_size > 1 or isinstance(cache, WindowCache):
+        return None
+    heads, kv_heads = model.config.local_heads(transport.placement.tp_size)
+    rows = append_rows(heads // kv_heads)
+    parts = _Parts(model, cache, transport, peer_memory, model.config.vocab_size, step.exchange)
+    own = RoundRowBuffers.allocate(1, rows, transport.device)
+    return RowAppend(RowDecoder(**parts.decoder(rows, own), round_rows=own), choices.uses_graph, operation)
+
+
+def append_rows(heads_per_kv_head: int) -> int:
+    """Most rows of one request that the fused kernels serve in one pass."""
+    return min(MAX_ROWS, MAX_COLUMNS // heads_per_kv_head)
 
 
 def _recall_state(model: Llama, cache: Cache, transport: Transport, recalled: int) -> RecallState | None:

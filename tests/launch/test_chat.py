@@ -27,7 +27,7 @@ from alspec.launch import chat
 from alspec.launch.terminal.conversation import Conversation
 from alspec.launch.terminal.user_input import UserInput
 from alspec.models.demo import DEMO_CHECKPOINT
-from alspec.runtime.engine import engine as engine_module
+from alspec.runtime.engine import resources
 from alspec.runtime.engine.engine import Engine
 from alspec.runtime.engine.kept_prefix import common_prefix
 
@@ -130,14 +130,14 @@ def test_a_conversation_ends_where_its_positions_do(talk: Talk) -> None:
 def test_the_cache_is_as_large_as_fits(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
     error = DoesNotFitError("does not fit")
     error.largest_context = 128
-    check_fits = engine_module.check_fits
+    check_fits = resources.check_fits
 
     def small(*args: Any) -> Any:
         if args[4] > 128:
             raise error
         return check_fits(*args)
 
-    monkeypatch.setattr(engine_module, "check_fits", small)
+    monkeypatch.setattr(resources, "check_fits", small)
     code, _, err = talk("hi\n", "--max-new-tokens", 3)
     assert code == 0
     assert "alspec: a conversation can have 128 of 1024 tokens: more do not fit" in err

@@ -478,7 +478,7 @@ def test_plot_with_an_unknown_extension(
 
 
 def test_what_does_not_fit(profile: Profile, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("alspec.runtime.engine.engine.available_bytes", lambda device, ranks: 600_000)
+    monkeypatch.setattr("alspec.runtime.engine.resources.available_bytes", lambda device, ranks: 600_000)
     code, out, err = profile("--model", checkpoint, "--transport", "gloo", "--contexts", "1k")
     assert (code, out) == (3, "")
     assert err.startswith("alspec: exit 3: does not fit: a rank needs ")

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from alspec.config import SamplingConfig
 from alspec.interrupts import interrupts_wait
 from alspec.kernels.attention.dispatch import DecodeAttention
 from alspec.kernels.attention.recall import RecallState
+from alspec.kernels.comm.exchange import Exchange
 from alspec.kernels.common.jit_launch import compiling
 from alspec.kernels.kv_codec.quantised_layer import BLOCK
 from alspec.kernels.rounds.round_kernels import begin_round, finish_round, round_ring_width
@@ -28,6 +30,7 @@ from alspec.kernels.rounds.round_state import RoundState
 from alspec.kernels.sampling.adjustment import RoundRows
 from alspec.kernels.sampling.logprobs import Logprobs
 from alspec.runtime.decode.captured_choice import CapturedChoice, ChoiceKinds
+from alspec.runtime.decode.captured_step import capture_graph
 from alspec.runtime.decode.decode_step import StepRecord
 from alspec.runtime.decode.hooks import OperationHook, no_hook
 from alspec.runtime.decode.rounds.device_drafters import DeviceDrafter
@@ -111,6 +114,11 @@ class CapturedRoundStep:
         return self._plain, self._drafting
 
     @property
+    def exchange(self) -> Exchange:
+        """See `CapturedStep.exchange`."""
+        return self._exchange
+
+    @property
     def launched(self) -> int:
         """Number of rounds launched so far. See `DecodeStep.launched`."""
         return self._launched
@@ -174,12 +182,8 @@ class CapturedRoundStep:
             self._launch_kernels(kind, no_hook)
         fault = int(self._exchange.fault)
         if not fault and self.uses_graph:
-            graph = torch.cuda.CUDAGraph()
-            stream = torch.cuda.Stream(self._device, priority=kind.decoder.stream_priority)
-            # thread_local: the heartbeat and NCCL's watchdog may call CUDA during the capture.
-            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-                self._launch_kernels(kind, no_hook)
-            kind.graph = graph
+            launch = partial(self._launch_kernels, kind, no_hook)
+            kind.graph = capture_graph(self._device, launch, kind.decoder.stream_priority)
         return fault
 
     def begin(

@@ -1,4 +1,4 @@
-"""The drafter `model:DIR`: a smaller model with the same tokenizer, over a cache of its own."""
+"""Drafters that run a model: `self`, whose attention is A~ over the same cache, and `model:DIR`, a smaller one."""
 
 from __future__ import annotations
 
@@ -14,9 +14,35 @@ from alspec.runtime.decode.rounds.drafter import DraftRequest, Drafts, draft_by_
 from alspec.runtime.decode.rounds.row_forward import RowForward
 from alspec.runtime.decode.rounds.token_history import TokenHistory
 
-__all__ = ["CATCH_UP_ROWS", "ModelDrafter"]
+__all__ = ["CATCH_UP_ROWS", "ModelDrafter", "SelfDrafter"]
 
 CATCH_UP_ROWS = 16  # tokens that its cache lacks are rows of one pass; more of them are a prompt
+
+
+class SelfDrafter:
+    """Drafts by the model itself with sink, window and recalled blocks. It needs no memory of its own.
+
+    Its keys and values lie behind the accepted tokens, where the rows that verify them replace them.
+
+    Args:
+        forward: the model over its cache.
+        cost: (lengths) -> time of one draft relative to a plain step.
+    """
+
+    def __init__(self, forward: RowForward, cost: Callable[[list[int]], float]) -> None:
+        self._forward, self._cost = forward, cost
+
+    def begin(self, history: TokenHistory) -> None:
+        """Do nothing: what the cache holds is right. See `Drafter.begin`."""
+
+    def draft(self, request: DraftRequest) -> Drafts:
+        """One step of the model with A~ for each draft. See `Drafter.draft`."""
+        history = request.history
+        return draft_by_steps(request, self._forward.predict(history.newest, history.lengths), self._forward.predict)
+
+    def cost(self, seq_lens: list[int]) -> float:
+        """Bytes of a step with A~ relative to those of a step with A. See `Drafter.cost`."""
+        return self._cost(seq_lens)
 
 
 class ModelDrafter:

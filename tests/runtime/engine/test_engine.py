@@ -36,8 +36,7 @@ from alspec.models.llama import Shard
 from alspec.runtime.distributed import transport as transport_module
 from alspec.runtime.distributed.agreement import fingerprint, shared_settings
 from alspec.runtime.distributed.placement import Placement
-from alspec.runtime.engine import composition, prompt_pass
-from alspec.runtime.engine import engine as engine_module
+from alspec.runtime.engine import composition, prompt_pass, resources
 from alspec.runtime.engine.engine import Engine
 from alspec.runtime.engine.generation import Generation, Token
 from alspec.runtime.engine.memory import plan_memory
@@ -73,7 +72,7 @@ def test_a_longer_prompt_replaces_the_cache(kv_cache: str, softmax: str) -> None
 
 def test_growth_is_checked_before_memory_is_taken(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     list(engine.stream("The road", SAMPLING))
-    monkeypatch.setattr(engine_module, "available_bytes", lambda *_: 10**6)
+    monkeypatch.setattr(resources, "available_bytes", lambda *_: 10**6)
     with pytest.raises(DoesNotFitError, match="does not fit"):
         engine.load(1, 8192)
     monkeypatch.undo()
@@ -103,7 +102,7 @@ def test_an_engine_that_failed_to_load_loads_at_the_next_attempt(
     monkeypatch.setattr(composition, "build_cache", new_cache_alone)
     for prompt in ("The road", "The road " * 90):  # the second one needs another cache
         with monkeypatch.context() as patch:
-            patch.setattr(composition if name.startswith("build") else engine_module, name, fail)
+            patch.setattr(composition if name.startswith("build") else resources, name, fail)
             if name != "read_weights" or engine.memory is None:
                 with pytest.raises(error):
                     list(engine.stream(prompt, SAMPLING))
@@ -332,7 +331,7 @@ def test_a_pair_that_was_not_requested_is_a_notice(
     sizes = {"num_attention_heads": heads, "num_key_value_heads": heads}
     (tmp_path / "config.json").write_text(json.dumps(raw | sizes), encoding="utf-8")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(engine_module, "connect_store", lambda placement: dist.HashStore())
+    monkeypatch.setattr(resources, "connect_store", lambda placement: dist.HashStore())
     engine = Engine.from_pretrained(random_weights=str(tmp_path), transport="gloo", speculation=mode)
     assert engine.mode == ("off" if (mode, heads) == ("auto", 4) else "paired")
     line = "a pair, because heads do not divide over 2 ranks; A~ within lambda 0.1 is accepted"
@@ -516,7 +515,7 @@ def test_memory_of_the_engine_counts_as_free_for_its_next_cache(
     held = engine.memory.weights_bytes + engine.cache.num_bytes
     needed = plan_memory(engine.model_config, Shard(), torch.float32, 1, 2048).total_bytes
     for free, fits in ((needed - held - 1, False), (needed - held, True)):
-        monkeypatch.setattr(engine_module, "available_bytes", lambda *_, free=free: free)
+        monkeypatch.setattr(resources, "available_bytes", lambda *_, free=free: free)
         with nullcontext() if fits else pytest.raises(DoesNotFitError):
             engine.load(1, 2048)
     assert engine.cache.max_context == 2048
