@@ -1,15 +1,25 @@
 """Decode latency of tensor parallelism and of attention-level speculation, from measured parts.
 
-All times are in microseconds. Source: Attention-Level Speculation, Appendix F, with `floor` and `ceil` as printed; the
-term `skipped` is ours.
+All times are in microseconds. Source of steps over peer memory: Attention-Level Speculation, Appendix F, with `floor`
+and `ceil` as printed. Over a link (kernels/speculation/linked_pair.py) the times of both groups are followed layer by
+layer.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-__all__ = ["StepCosts", "hit_layer_us", "miss_layer_us", "speculative_step_us", "tp_step_us"]
+__all__ = [
+    "LinkCosts",
+    "StepCosts",
+    "hit_layer_us",
+    "linked_step_us",
+    "miss_layer_us",
+    "speculative_step_us",
+    "tp_step_us",
+]
 
 
 @dataclass(frozen=True)
@@ -28,29 +38,49 @@ class StepCosts:
     """SFD_S: attention of one layer on the sender, which computes A~ and A and verifies."""
     receiver_us: float
     """SFD_R: attention of one layer on the receiver, until it has A~."""
-    skipped_us: float = 0.0
-    """Only over collectives: time from the sender's accepting verdict until the receiver may send. It covers the
-    transfer of the verdict and, in parallel, the receiver's main branch, whose gates are closed. The paper has no such
-    term. Over LL packets it is 0: the cost of launches with closed gates is not modelled."""
 
     def __post_init__(self) -> None:
         """Refuse numbers that cannot be measurements."""
         if self.num_layers < 1:
             raise ValueError(f"num_layers: expected >= 1, found {self.num_layers}")
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{field.name}: expected a finite number >= 0, found {value}")
+        _check(self)
+
+
+@dataclass(frozen=True)
+class LinkCosts:
+    """Measured parts of one decode step of two groups over a link, at one context length."""
+
+    fixed_us: float
+    """Work outside the layers: embedding, final norm, LM head, sampling."""
+    verifier_us: float
+    """The verifier's layer up to its verdict: pre-attention, A and A~, and launches whose gates are closed."""
+    post_us: float
+    """Post-attention of one layer."""
+    speculator_us: float
+    """The speculator's layer: choice of x, pre-attention, A~, post-attention."""
+    link_us: float
+    """One message, one way."""
+
+    def __post_init__(self) -> None:
+        """Refuse numbers that cannot be measurements."""
+        _check(self)
+
+
+def _check(costs: StepCosts | LinkCosts) -> None:
+    for field in fields(costs):
+        value = getattr(costs, field.name)
+        if not (math.isfinite(value) and value >= 0):
+            raise ValueError(f"{field.name}: expected a finite number >= 0, found {value}")
 
 
 def hit_layer_us(costs: StepCosts) -> float:
     """One accepted layer: the receiver continues with `A~` while the sender finishes the attention.
 
-        max(SFD_S + skipped, SFD_R + layer)
+        max(SFD_S, SFD_R + layer)
 
     `layer` is this layer's post-attention and the next one's pre-attention.
     """
-    return max(costs.sender_us + costs.skipped_us, costs.receiver_us + costs.layer_us)
+    return max(costs.sender_us, costs.receiver_us + costs.layer_us)
 
 
 def miss_layer_us(costs: StepCosts) -> float:
@@ -61,7 +91,7 @@ def miss_layer_us(costs: StepCosts) -> float:
 def speculative_step_us(costs: StepCosts, hit_rate: float) -> float:
     """One token with paired groups.
 
-        t = fixed + floor(L r) max(SFD_S + skipped, SFD_R + layer) + ceil(L (1 - r)) (layer + SFD_S)
+        t = fixed + floor(L r) max(SFD_S, SFD_R + layer) + ceil(L (1 - r)) (layer + SFD_S)
 
     For a rate that is not a multiple of 1/L this is an upper bound, because hits are rounded down. The last layer's
     attention could also overlap the LM head; the model leaves that out.
@@ -85,3 +115,29 @@ def speculative_step_us(costs: StepCosts, hit_rate: float) -> float:
 def tp_step_us(costs: StepCosts) -> float:
     """One token with tensor parallelism alone: `t = fixed + L (layer + FD)`."""
     return costs.fixed_us + costs.num_layers * (costs.layer_us + costs.attention_us)
+
+
+def linked_step_us(costs: LinkCosts, accepted: Sequence[bool]) -> float:
+    """One token with two groups over a link, from the verdict on each layer.
+
+    The verifier skips post-attention of an accepted layer if the speculator's x has arrived by then and follows from
+    the verifier's alone. The speculator, when it knows of a reject since its base, waits for the verifier's x.
+
+    Args:
+        costs: parts of a step.
+        accepted: [L].
+    """
+    # The speculator ends the step before with the verifier's x and begins that much later.
+    verifier_at, speculator_at, base, rejected = 0.0, costs.link_us, 0, -1
+    notices: list[tuple[float, int]] = []  # when the speculator learns of a rejected layer
+    for layer, is_accepted in enumerate(accepted):
+        if any(at <= speculator_at and of >= base for at, of in notices):
+            speculator_at, base = max(speculator_at, verifier_at + costs.link_us), layer
+        speculator_at += costs.speculator_us
+        verifier_at += costs.verifier_us
+        is_taken = is_accepted and base > rejected and speculator_at + costs.link_us <= verifier_at
+        verifier_at += 0.0 if is_taken else costs.post_us
+        if not is_accepted:
+            rejected = layer
+            notices.append((verifier_at + costs.link_us, layer))
+    return costs.fixed_us + verifier_at

@@ -61,9 +61,9 @@ EPILOG = (
     "The time of a step is that of its slowest rank. On GPUs it comes from the device's clock, over a cache of random"
     " numbers; on the CPU, and in eager steps, from the host's clock. Hit rates of real verdicts need a text"
     " (--prompt-file). With a text, context + steps must not exceed the model's maximum. --trace profiles further"
-    " captured steps after the measured ones. Profiling slows the traced steps, not the measured ones. For a pair,"
-    " --trace also writes one row per layer part (bench decode_parts). Without a CUDA graph, --trace records the"
-    " measured steps and everything before them."
+    " captured steps after the measured ones. Profiling slows the traced steps, not the measured ones. For a pair over"
+    " peer memory, --trace also writes one row per layer part (bench decode_parts). Without a CUDA graph, --trace"
+    " records the measured steps and everything before them."
 )
 
 

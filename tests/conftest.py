@@ -30,7 +30,7 @@ LONG_FILES = [
     "test_close",
     "test_captured_step",
     "test_equivalence",
-    "test_collective_decoder",
+    "test_linked_decoders",
     "test_paired_decoder",
 ]
 GPU_CASES = pytest.StashKey[int]()

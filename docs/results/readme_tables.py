@@ -66,13 +66,17 @@ def attention_at_a_glance() -> str:
 
 
 def speculation_at_a_glance() -> str:
-    """A pair of 1 + 1 H200s beside two in tensor parallelism over the same transport, and one alone."""
-    alone = _steps(mode="off", world=1)
+    """A pair of 1 + 1 H200s beside two in tensor parallelism over the same link, and one alone."""
+    over_tcp = {0.0: {}, 0.5: {}, 1.0: {}, None: {}}
+    for row in read("linked_pair.jsonl"):
+        over_tcp.setdefault(row["case"]["hit_rate"], {})[row["case"]["context"]] = row
     lines = []
-    for transport, label in (("symm", "NVLink"), ("nccl without peer access", "NCCL without peer access")):
-        two = _steps(mode="off", world=2, transport=transport)
+    for label in ("NVLink", "TCP"):
+        two = _steps(mode="off", world=2, transport="symm") if label == "NVLink" else {}
+        alone = _steps(mode="off", world=1) if label == "NVLink" else over_tcp[None]
         for hit_rate in (0.0, 0.5, 1.0):
-            pair = _steps(mode="paired", world=2, transport=transport, hit_rate=hit_rate)
+            found = _steps(mode="paired", world=2, transport="symm", hit_rate=hit_rate)
+            pair = found if label == "NVLink" else over_tcp[hit_rate]
             cells = []
             for at in PAIR_CONTEXTS:
                 row = pair.get(at)

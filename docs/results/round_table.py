@@ -6,6 +6,11 @@ from typing import Any
 
 from result_rows import provenance, table
 
+REAL_TEXT = (
+    "Drafts of `ngram` on SmolLM2, bf16, one GPU, verified: a passage that is repeated (copy), a function rewritten"
+    " with many names replaced (edit), a book (its greedy continuation repeats itself)."
+)
+
 
 def rounds(rows: list[dict[str, Any]]) -> str:
     """The section on the time of rounds; empty without rows."""
@@ -15,33 +20,75 @@ def rounds(rows: list[dict[str, Any]]) -> str:
         "8B shape with random weights over a cache of random numbers: a round with K drafts against a plain step of the"
         " same cache and context, in one run. A forced acceptance takes drafts whatever they are."
     )
-    return "\n\n".join(["## Rounds with drafts", text, provenance(*rows), against_plain(rows)])
+    tables = [against_plain(rows), REAL_TEXT, with_texts(rows)]
+    return "\n\n".join(["## Rounds with drafts", text, provenance(*rows), *tables])
 
 
 def against_plain(rows: list[dict[str, Any]]) -> str:
-    """A line for each kind of round and context; later rows replace earlier ones."""
+    """A line for each kind of round and context with forced acceptance; later rows replace earlier ones."""
+    plain, found = _plain_and_rounds(rows, is_real=False)
+    lines = []
+    for (place, *_, acceptance), row in found.items():
+        step, case = plain[place], row["case"]
+        step_ms, round_ms = step["us"]["p50"] / 1e3, row["us"]["p50"] / 1e3
+        lines.append(
+            [
+                _drafter(row), str(case["draft_tokens"]), _option(row, "--weights") or "bf16", place[2], str(place[3]),
+                f"{acceptance:.0%}", f"{step_ms:.2f}", f"{round_ms:.2f} ({round_ms / step_ms:.2f}x)",
+                f"{row['tokens_per_round']:.2f}", _gain(step, row),
+            ]
+        )  # fmt: skip
+    head = ["drafter", "K", "weights", "cache", "tokens", "accepted (forced)", "plain step, ms", "round, ms"]
+    return table([*head, "tokens a round", "tokens/s"], lines)
+
+
+def with_texts(rows: list[dict[str, Any]]) -> str:
+    """A line for each text whose drafts were verified; the host pauses drafts that do not pay."""
+    plain, found = _plain_and_rounds(rows, is_real=True)
+    lines = []
+    for (place, *_), row in found.items():
+        step, case = plain[place], row["case"]
+        lines.append(
+            [
+                case["shape"], case["text"].removesuffix(".txt"), str(case["context"]), str(case["draft_tokens"]),
+                f"{step['us']['p50'] / 1e3:.3f}", f"{row['us']['p50'] / 1e3:.3f}", f"{row['tokens_per_round']:.2f}",
+                _gain(step, row),
+            ]
+        )  # fmt: skip
+    head = ["model", "text", "tokens", "K", "plain step, ms", "round or step, ms, p50", "tokens a step", "tokens/s"]
+    return table(head, lines)
+
+
+Found = dict[tuple[Any, ...], dict[str, Any]]
+
+
+def _plain_and_rounds(rows: list[dict[str, Any]], is_real: bool) -> tuple[Found, Found]:
     plain, found = {}, {}
     for row in rows:
         case = row["case"]
         if row["bench"] == "decode_step":
-            plain[_place(case)] = row
-        else:
-            found[_place(case), case["draft"], case["draft_tokens"], case["acceptance"]] = row
-    lines = []
-    for (place, draft, num_drafts, acceptance), row in found.items():
-        step_ms, round_ms = plain[place]["us"]["p50"] / 1e3, row["us"]["p50"] / 1e3
-        gain = row["tokens_per_s"] / plain[place]["tokens_per_s"]
-        lines.append(
-            [
-                draft, str(num_drafts), place[1], str(place[2]), f"{acceptance:.0%}", f"{step_ms:.2f}",
-                f"{round_ms:.2f} ({round_ms / step_ms:.2f}x)", f"{row['tokens_per_round']:.2f}",
-                f"{row['tokens_per_s']:.0f} ({gain:.2f}x)",
-            ]
-        )  # fmt: skip
-    head = ["drafter", "K", "cache", "tokens", "accepted (forced)", "plain step, ms", "round, ms", "tokens a round"]
-    return table([*head, "tokens/s"], lines)
+            plain[_place(row)] = row
+        elif (case["acceptance"] == "real") == is_real:
+            found[_place(row), case["text"], _drafter(row), case["draft_tokens"], case["acceptance"]] = row
+    return plain, found
 
 
-def _place(case: dict[str, Any]) -> tuple[int, str, int]:
-    """What a plain step and a round have in common: ranks, cache and context."""
-    return case["world"], case["kv_cache"], case["context"]
+def _place(row: dict[str, Any]) -> tuple[Any, ...]:
+    """What a plain step and a round have in common: ranks, weights, cache, context and model."""
+    case = row["case"]
+    return case["world"], _option(row, "--weights"), case["kv_cache"], case["context"], case["shape"]
+
+
+def _drafter(row: dict[str, Any]) -> str:
+    copy = _option(row, "--draft-weights")
+    return row["case"]["draft"] + (f", {copy} copy" if copy else "")
+
+
+def _option(row: dict[str, Any], name: str) -> str:
+    """The value of an option in the command that measured a row; '' if it was not given."""
+    words = row["command"].split()
+    return words[words.index(name) + 1] if name in words else ""
+
+
+def _gain(step: dict[str, Any], row: dict[str, Any]) -> str:
+    return f"{row['tokens_per_s']:.0f} ({row['tokens_per_s'] / step['tokens_per_s']:.2f}x)"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from draft_table import accepted, drafts
+from link_table import against_one, link
 from quality_tables import (
     NEW_SCALE,
     ablated,
@@ -22,7 +23,7 @@ from quality_tables import (
 from readme_tables import attention_at_a_glance, speculation_at_a_glance, steps_at_a_glance
 from recall_tables import recall, short_costs, short_hits
 from result_rows import HERE, PARTS, provenance, read, table
-from round_table import against_plain, rounds
+from round_table import against_plain, rounds, with_texts
 from shape_table import shapes
 from speculation_tables import short_speculation, speculation
 from turn_table import turns
@@ -62,12 +63,14 @@ def main() -> None:
         decode=short_decode(),
         decode_step=short_steps(),
         quantised=short_quantised(),
+        linked_pair=against_one(read("linked_pair.jsonl")),
     )
     write_between(HERE.parent / "recall.md", recall_hits=short_hits(), recall_costs=short_costs())
     write_between(
         HERE.parent / "drafts.md",
         drafts=accepted(read("drafts.jsonl")),
         rounds=against_plain(read("decode_rounds.jsonl")),
+        rounds_of_texts=with_texts(read("decode_rounds.jsonl")),
     )
     packed = read("weights.jsonl")
     write_between(
@@ -79,6 +82,7 @@ def main() -> None:
     ablations = read("quality_ablations.jsonl")
     sections = [
         *(part for gpu in GPUS for part in whole_steps(*gpu)),
+        link(read("linked_pair.jsonl")),
         allreduce(read("allreduce.jsonl", "allreduce_rmsnorm")),
         *(part for gpu in GPUS for part in attention(*gpu)),
         *(prompts(f"Whole prompts{on_gpu}", read(f"prompt{gpu}.jsonl")) for gpu, on_gpu in GPUS),
@@ -249,7 +253,7 @@ def against_off(title: str, rows: list[dict[str, Any]], parts: list[dict[str, An
         " over the kernels of some traced steps; each kernel counts from the end of the kernel before it. The parts"
         " come from a separate run. `checkpoint` is the bundled model after a text: lambda = 0.1, real verdicts."
     ]
-    names = ("attention", "sender", "receiver", "layer", "skipped", "fixed", "step")
+    names = ("attention", "sender", "receiver", "layer", "fixed", "step")
     cells = [
         [
             *(str(found["step"]["case"][name]) for name in ("shape", "world", "transport", "context")),

@@ -39,15 +39,16 @@ def weights(rows: list[dict[str, Any]], quality: list[dict[str, Any]]) -> str:
 
 
 def weight_steps(rows: list[dict[str, Any]]) -> str:
-    """A line for each step."""
-    lines = [
-        [
-            row["case"]["weights"], row["case"]["kv_cache"], str(row["case"]["context"]),
-            f"{row['us']['p50'] / 1e3:.2f}", f"{row['tokens_per_s']:.0f}", f"{row['share_of_limit']:.0%}",
-        ]
-        for row in rows if row["bench"] == "decode_step"
-    ]  # fmt: skip
-    return table(["weights", "cache", "tokens", "ms", "tokens/s", "share of its byte limit"], lines)
+    """A line for each step; later rows replace earlier ones."""
+    lines = {}
+    for row in rows:
+        if row["bench"] == "decode_step":
+            case = row["case"]
+            key = case["weights"], case.get("lm_head", "bf16"), case["kv_cache"], str(case["context"])
+            figures = f"{row['us']['p50'] / 1e3:.2f}", f"{row['tokens_per_s']:.0f}", f"{row['share_of_limit']:.0%}"
+            lines[key] = [*key, *figures]
+    head = ["weights", "LM head", "cache", "tokens", "ms", "tokens/s", "share of its byte limit"]
+    return table(head, list(lines.values()))
 
 
 def weight_products(rows: list[dict[str, Any]]) -> str:

@@ -38,8 +38,9 @@ class LogitExchange:
     shard: Tensor  # [B, rows] fp32: this rank's logits if nothing is pushed; rows = ceil(V / world)
     epoch: Tensor
     fault: Tensor
-    rank: int = 0
+    rank: int = 0  # among those that share the vocabulary
     world_size: int = 1
+    first_rank: int = 0  # of them, in the job; faults are reported under `first_rank + rank`
     packets: Tensor | None = None  # [B, world, rows] int64
     own_packets: Tensor | None = None  # as `packets`
     peers: Tensor | None = None  # [world or 2] int64

@@ -17,11 +17,12 @@ import triton
 __all__ = [
     "RESERVED_BYTES",
     "compiling",
-    "raise_smem_limit",
+    "is_compiling",
     "is_hopper",
     "jit_launch",
-    "pdl_options",
     "num_sms",
+    "pdl_options",
+    "raise_smem_limit",
     "set_l1_carveout",
 ]
 
@@ -46,6 +47,11 @@ def jit_launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
         kernels.append(kernel.warmup(*args, grid=grid, **options))
 
     return only_compile
+
+
+def is_compiling() -> bool:
+    """Whether launches are collected at present."""
+    return _to_compile.get() is not None
 
 
 @contextmanager

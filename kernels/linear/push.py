@@ -233,7 +233,7 @@ def lm_head(
     if weight.shape[0] == 0:  # the last shards of a small vocabulary can be empty
         return
     local = exchange.shard
-    code = fault_code(BAD_NUMBERS, reduce_index, exchange.rank)
+    code = fault_code(BAD_NUMBERS, reduce_index, exchange.first_rank + exchange.rank)
     _push(
         x_norm, square_sums, weight, None, local, exchange.peers, exchange.epoch, exchange.fault, None, 0,
         exchange.rank, code, exchange.world_size, eps,

@@ -17,7 +17,7 @@ class DecodeCache:
     """All layers of one rank's cache, with workspace for attention.
 
     With a quantised cache, the QKV projection writes the newest token twice: quantised into the tail (`quantised`), and
-    unquantised into `newest`. A handover over collectives sends the unquantised token. After the last layer, `compact`
+    unquantised into `newest`. A pair sends the unquantised token. After the last layer, `compact`
     makes records of full tails.
 
     Args:

@@ -32,13 +32,11 @@ __all__ = ["CapturedStep", "capture_graph"]
 DEPTH = 2
 
 
-def capture_graph(device: torch.device, launch: Callable[[], None], priority: int = 0) -> torch.cuda.CUDAGraph:
-    """Capture what `launch` launches. priority: of the stream; lower is more urgent."""
+def capture_graph(device: torch.device, launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    """Capture what `launch` launches."""
     graph = torch.cuda.CUDAGraph()
     # thread_local: the heartbeat and NCCL's watchdog may call CUDA during the capture.
-    with torch.cuda.graph(
-        graph, stream=torch.cuda.Stream(device, priority=priority), capture_error_mode="thread_local"
-    ):
+    with torch.cuda.graph(graph, stream=torch.cuda.Stream(device), capture_error_mode="thread_local"):
         launch()
     return graph
 
@@ -121,11 +119,11 @@ class CapturedStep:
         if self._is_cuda:
             # Collectives and copies of the step are not kernels of ours: they run here.
             with compiling():
-                self._launch_kernels(no_hook)
+                self._launch_step(no_hook)
         for _ in range(2):
             # Both write to the same place: the next one may lie in another block, whose tokens replace kept ones.
             self._decoder.buffers.seq_lens.copy_(torch.tensor(seq_lens, dtype=torch.int32))
-            self._launch_kernels(no_hook)
+            self._launch_step(no_hook)
             self._launched += 1
         self._taken = self._launched
         fault = int(self._decoder.exchange.fault)
@@ -133,7 +131,7 @@ class CapturedStep:
             return fault
         if self.uses_graph:
             launch = partial(self._launch_kernels, no_hook)
-            self._graph = capture_graph(self._device, launch, self._decoder.stream_priority)
+            self._graph = capture_graph(self._device, launch)
         self._prepared = True
         return 0
 
@@ -171,7 +169,8 @@ class CapturedStep:
     def _replay(self, graph: torch.cuda.CUDAGraph) -> None:
         """Launch a captured step. Ctrl-C is held until the step is counted."""
         with interrupts_wait():
-            graph.replay()
+            with self._decoder.launching():
+                graph.replay()
             self._launched += 1
 
     @property
@@ -191,7 +190,7 @@ class CapturedStep:
                 if self._graph is not None:
                     self._replay(self._graph)
                 else:
-                    self._launch_kernels(self._operation)
+                    self._launch_step(self._operation)
                     self._launched += 1
             except BaseException:
                 self._prepared = False  # an incomplete step leaves counts in the sampler's tables
@@ -218,12 +217,17 @@ class CapturedStep:
 
     def release(self) -> None:
         """Wait for the device, then destroy the graph. See `DecodeStep.release`."""
+        self._decoder.release()
         if self._is_cuda:
             # Steps in flight still write to the ring.
             torch.cuda.synchronize(self._device)
         if self._graph is not None:
             self._graph.reset()
             self._graph = None
+
+    def _launch_step(self, operation: OperationHook) -> None:
+        with self._decoder.launching():
+            self._launch_kernels(operation)
 
     def _launch_kernels(self, operation: OperationHook) -> None:
         """Launch every operation of one step, in order."""

@@ -4,7 +4,7 @@ The weights are those of `Llama`, which processes prompts. Here every operation 
 buffers which never move. Eight launches make a layer: QKV with RoPE and append, attention and its combine, o,
 all-reduce with residual and norm, gate/up with SiLU, down, all-reduce with residual and norm.
 
-Two paired groups extend this step: paired_decoder.py over LL packets, collective_decoder.py over collectives.
+Two paired groups extend this step: paired_decoder.py over LL packets, linked_decoders.py over a link.
 
 Shapes: B requests, Hq and Hkv query and KV heads of this rank, D head_dim, L layers, V vocabulary, I MLP width, T ranks
 of a group, S sums of squares and C candidate blocks of logits of each request.
@@ -12,7 +12,8 @@ of a group, S sums of squares and C candidate blocks of logits of each request.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import ClassVar
@@ -159,11 +160,6 @@ class Decoder:
         """Rows of each request: tokens that a step adds to its text."""
         return 1
 
-    @property
-    def stream_priority(self) -> int:
-        """Priority of the stream that a step is captured on; lower is more urgent."""
-        return 0
-
     def __post_init__(self) -> None:
         buffers, layers = self.buffers, self.weights.layers
         self.cache = DecodeCache(
@@ -173,6 +169,14 @@ class Decoder:
         # The norm after each all-reduce: after attention this layer's second, after the MLP the next layer's first.
         self._gammas = [(layer.post_norm, following.input_norm) for layer, following in pairwise(layers)]
         self._gammas.append((layers[-1].post_norm, self.weights.final_norm))
+
+    @contextmanager
+    def launching(self) -> Iterator[None]:
+        """Around each launch of a step, or of its graph: launches what runs beside it."""
+        yield
+
+    def release(self) -> None:
+        """Wait for what was launched beside steps."""
 
     def publish_lists(self) -> None:
         """Use the lists in `SpeculationState.recall`, which were written since `begin`, in the next step."""

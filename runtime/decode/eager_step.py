@@ -54,12 +54,12 @@ class StepResult:
 
 
 def gather_logits(model: Llama, transport: Transport, x: Tensor) -> Tensor:
-    """LM head over the vocabulary shards of all ranks: x [n, hidden] fp32 -> [n, V] fp32, the same on every rank."""
+    """LM head over all shards of the vocabulary: x [n, hidden] fp32 -> [n, V] fp32, the same on every rank."""
     vocab_size = model.config.vocab_size
-    rows = -(-vocab_size // transport.placement.world_size)
+    rows = -(-vocab_size // transport.placement.shard.vocab_shards)
     shard = model.lm_head(x)
     padded = torch.nn.functional.pad(shard, (0, rows - shard.shape[1]))
-    return transport.all_gather_world(padded).movedim(0, 1).flatten(1)[:, :vocab_size]
+    return transport.gather_vocabulary(padded).movedim(0, 1).flatten(1)[:, :vocab_size]
 
 
 def choose_tokens(

@@ -57,7 +57,7 @@ def build_exchanges(
         num_reduces: all-reduces of a step.
         batch_size: B.
         hidden_size: size of the residual stream.
-        vocab_size: V, split over all ranks of the job.
+        vocab_size: V, split over the ranks that share the vocabulary.
         pair_shape: sizes of a pair's handovers; None without a pair.
     Returns:
         The exchange of partial sums, the exchange of logits, and the state of the pair (None without `pair_shape`).
@@ -66,7 +66,8 @@ def build_exchanges(
     """
     placement, device = transport.placement, transport.device
     tp_size, world_size = placement.tp_size, placement.world_size
-    rows = -(-vocab_size // world_size)
+    shard = placement.shard
+    rows = -(-vocab_size // shard.vocab_shards)
     exchange = Exchange(
         partial=torch.zeros(batch_size, hidden_size, device=device),
         epoch=torch.ones(1, dtype=torch.int32, device=device),
@@ -75,8 +76,10 @@ def build_exchanges(
         tp_size=tp_size,
         rank=placement.rank,
     )
-    shard = torch.zeros(batch_size, rows, device=device)
-    logit_exchange = LogitExchange(shard, exchange.epoch, exchange.fault, placement.rank, world_size)
+    logit_exchange = LogitExchange(
+        torch.zeros(batch_size, rows, device=device), exchange.epoch, exchange.fault, shard.vocab_rank,
+        shard.vocab_shards, placement.rank - shard.vocab_rank,
+    )  # fmt: skip
     if peer_memory is None or world_size == 1:
         assert pair_shape is None
         return exchange, logit_exchange, None

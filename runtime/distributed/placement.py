@@ -20,6 +20,7 @@ __all__ = [
     "choose_device",
     "choose_graph",
     "choose_mode",
+    "is_linked",
     "peer_memory_candidates",
     "pairs_without_access",
     "why_no_peers",
@@ -43,6 +44,7 @@ class Placement:
     local_rank: int = 0
     local_world_size: int = 1
     num_groups: int = 1
+    is_linked: bool = False  # the groups are connected by a link that kernels cannot reach across
 
     @classmethod
     def from_environment(cls) -> Placement:
@@ -98,8 +100,9 @@ class Placement:
 
     @property
     def shard(self) -> Shard:
-        """This rank's part of the weights; the vocabulary is split over all ranks of the job."""
-        return Shard(self.tp_rank, self.tp_size, self.rank, self.world_size)
+        """This rank's part of the weights; the vocabulary is split over all ranks of the job, or of a linked group."""
+        vocab = (self.tp_rank, self.tp_size) if self.is_linked else (self.rank, self.world_size)
+        return Shard(self.tp_rank, self.tp_size, *vocab)
 
 
 def choose_mode(requested: str, config: LlamaConfig, world_size: int) -> tuple[str, int]:
@@ -132,6 +135,11 @@ def choose_mode(requested: str, config: LlamaConfig, world_size: int) -> tuple[s
         return "paired", 2
     config.check_tp_size(world_size)
     return requested, 1
+
+
+def is_linked(config: EngineConfig, placement: Placement) -> bool:
+    """Whether the two groups of a pair exchange messages over NCCL: as asked for, or because they span hosts."""
+    return config.transport == "nccl" or placement.local_world_size < placement.world_size
 
 
 def choose_device(config: EngineConfig, placement: Placement) -> tuple[torch.device, str, str]:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from alspec.errors import CannotConnectError, UserError, one_line
-from alspec.kernels.speculation.collective_handover import PairCollectives
+from alspec.runtime.distributed.pair_link import PairLink
 from alspec.runtime.distributed.placement import Placement
 
 __all__ = ["NOTICE_S", "TIMEOUT", "PairMessage", "Transport", "agent_hosts_store", "connect_store"]
@@ -114,7 +114,7 @@ class Transport:
         self.placement = placement
         self.device = device
         self._sent: list[tuple[dist.Work | None, Tensor]] = []
-        self._pair_collectives: PairCollectives | None = None
+        self._pair_link: PairLink | None = None
         if placement.world_size == 1:
             return
         assert store is not None
@@ -242,59 +242,35 @@ class Transport:
         dist.all_gather(list(out.unbind()), tensor.contiguous())
         return out
 
+    def gather_vocabulary(self, tensor: Tensor) -> Tensor:
+        """[...] on each rank -> [shards, ...], over the ranks that share the vocabulary (`Placement.shard`)."""
+        return self.all_gather_group(tensor) if self.placement.is_linked else self.all_gather_world(tensor)
+
     def gather_pair(self, tensor: Tensor) -> Tensor:
         """[...] on each rank of a pair -> [2, ...] in group order."""
         out = tensor.new_empty(2, *tensor.shape)
         _gather(out.view(-1), tensor.contiguous().view(-1), group=self._pair)
         return out
 
-    def pair_collectives(self, max_ctas: int) -> PairCollectives:
-        """Connected collectives of a pair for captured steps; every rank of the job calls it.
-
-        Each collective runs on the current stream, because synchronous collectives use no stream of their own.
-
-        Args:
-            max_ctas: most thread blocks (each takes an SM) of a collective that runs concurrently with attention.
-        """
-        if self._pair_collectives is None:
+    def pair_link(self) -> PairLink:
+        """The connected link to the paired rank for fused steps; every rank of the job calls it."""
+        if self._pair_link is None:
             placement, tp_size = self.placement, self.placement.tp_size
             # Every rank takes part in creating every group, in the same order.
-            pairs = [self._small_group([tp_rank, tp_rank + tp_size], max_ctas) for tp_rank in range(tp_size)]
-            first_ranks = (0, tp_size) if tp_size > 1 else ()
-            groups = [self._small_group(list(range(first, first + tp_size)), max_ctas) for first in first_ranks]
-            pair, group = pairs[placement.tp_rank], groups[placement.group] if groups else None
-
-            def exchange_spec_branch(buffer: Tensor) -> None:
-                _gather(buffer.view(-1), buffer[placement.group].view(-1), group=pair)
-
-            def all_reduce_spec_branch(tensor: Tensor) -> Tensor:
-                if group is not None:
-                    dist.all_reduce(tensor, group=group)
-                return tensor
-
-            def gather_sums(sums: Tensor) -> None:
-                if tp_size > 1:
-                    _gather(sums.view(-1), sums[placement.tp_rank].view(-1), group=self._tp_group)
-
-            def gather_verdicts(verdicts: Tensor) -> None:
-                _gather(verdicts.view(-1), verdicts[placement.rank].view(-1))
-
-            self._pair_collectives = PairCollectives(
-                exchange_spec_branch, all_reduce_spec_branch, gather_sums, gather_verdicts
-            )
-            exchange_spec_branch(torch.zeros(2, 1, device=self.device))
-            all_reduce_spec_branch(torch.zeros(1, device=self.device))
-            gather_sums(torch.zeros(tp_size, 1, device=self.device))
-            gather_verdicts(torch.zeros(placement.world_size, 1, device=self.device))
+            links = [[self._small_group([tp_rank, tp_rank + tp_size]) for _ in range(2)] for tp_rank in range(tp_size)]
+            from_first, from_second = links[placement.tp_rank]
+            out, back = (from_first, from_second) if placement.group == 0 else (from_second, from_first)
+            self._pair_link = PairLink(out, back, placement.rank, placement.paired_rank, self.device)
+            self._pair_link.warm_up(placement.group == 0)
             self.synchronize()
-        return self._pair_collectives
+        return self._pair_link
 
-    def _small_group(self, ranks: list[int], max_ctas: int) -> dist.ProcessGroup:
-        """A process group whose collectives use at most `max_ctas` thread blocks."""
+    def _small_group(self, ranks: list[int]) -> dist.ProcessGroup:
+        """A process group whose collectives take one thread block, and so one SM."""
         options = None
         if self.device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
-            options.config.max_ctas = max_ctas
+            options.config.max_ctas = 1
             # No thread block clusters: a cluster starts only if one GPC has free SMs for all of its blocks.
             options.config.cga_cluster_size = 0
         group: dist.ProcessGroup = dist.new_group(ranks, pg_options=options)

@@ -16,16 +16,16 @@ from alspec.kernels.attention.dispatch import attend_recall_parts, attend_spec_p
 from alspec.kernels.attention.recall import RecallState
 from alspec.kernels.comm.pair_state import PairShape
 from alspec.kernels.common.limits import MAX_BATCH, MAX_ROWS
-from alspec.kernels.speculation.collective_handover import CollectiveHandover
+from alspec.kernels.speculation.linked_pair import LinkedPair
 from alspec.models.llama import Llama
 from alspec.models.llama_config import LlamaConfig
 from alspec.runtime.cache.codecs import Cache, check_codec, check_head_dim, new_cache
 from alspec.runtime.decode.captured_step import CapturedStep
-from alspec.runtime.decode.collective_decoder import SPARE_SMS, CollectiveDecoder
 from alspec.runtime.decode.decode_step import DecodeStep
 from alspec.runtime.decode.decoder import DecodeBuffers, Decoder, SpeculationState
 from alspec.runtime.decode.eager_step import EagerStep
 from alspec.runtime.decode.hooks import OperationHook
+from alspec.runtime.decode.linked_decoders import Speculator, Verifier
 from alspec.runtime.decode.paired_decoder import PairedDecoder
 from alspec.runtime.distributed.peer_memory import build_exchanges, probe_peer_memory
 from alspec.runtime.distributed.placement import (
@@ -34,6 +34,7 @@ from alspec.runtime.distributed.placement import (
     choose_device,
     choose_graph,
     choose_mode,
+    is_linked,
     peer_memory_candidates,
 )
 from alspec.runtime.distributed.transport import Transport
@@ -102,9 +103,13 @@ def choose(config: EngineConfig, model: LlamaConfig, has_trace: bool) -> Choices
             f"{config.speculation.threshold:g} is accepted (threshold 0 accepts none)"
         )
     has_fused_step = device.type == "cuda" and mode in ("off", "paired")
+    if has_fused_step and mode == "paired":
+        placement = replace(placement, is_linked=is_linked(config, placement))
     if device.type == "cuda" and not has_fused_step:
         notices.append(f"{mode}: operations are launched one by one; captured steps serve off and paired")
-    candidates = peer_memory_candidates(config, mode, placement.world_size, has_fused_step)
+    candidates = (
+        () if placement.is_linked else peer_memory_candidates(config, mode, placement.world_size, has_fused_step)
+    )
     uses_graph = choose_graph(config, mode, device, has_fused_step, has_trace)
     if has_trace and has_fused_step:
         notices.append("operations are launched one by one, because --trace times each of them")
@@ -152,6 +157,8 @@ def find_peer_memory(choices: Choices, requested: str, transport: Transport) -> 
     peer_memory, reason = probe_peer_memory(choices.candidates, transport)
     if peer_memory is None and requested != "auto":
         raise UserError(f"transport: {requested} does not work here: {reason}; use auto or nccl")
+    if peer_memory is None and choices.mode == "paired":
+        raise UserError(f"transport: no memory that both groups reach: {reason}; use --transport nccl")
     used = peer_memory or choices.backend
     return peer_memory, [f"transport: {used}, because symm does not work here ({reason})"] if reason else []
 
@@ -197,7 +204,7 @@ def build_captured_step(
     operation: OperationHook,
     speculation: SpeculationConfig | None = None,
 ) -> CapturedStep:
-    """The fused step of one model and cache, with its buffers: one group, a pair over packets, or over collectives.
+    """The fused step of one model and cache, with its buffers: one group, a pair over packets, or over a link.
 
     Args:
         speculation: given for two paired groups.
@@ -212,7 +219,7 @@ def build_captured_step(
     common = (
         config, model.weights, model.inv_freq, cache,
         DecodeBuffers.allocate(config, tp_size, batch_size, model.weights.embedding.dtype, device),
-        exchange, logit_exchange, transport.all_reduce, transport.all_gather_world,
+        exchange, logit_exchange, transport.all_reduce, transport.gather_vocabulary,
     )  # fmt: skip
     if speculation is None:
         return CapturedStep(Decoder(*common), None, cache.max_context, uses_graph, operation)
@@ -233,10 +240,9 @@ def build_captured_step(
         sums = torch.zeros(batch_size, num_sums(batch_size, shape.num_qo_heads, config.head_dim), 2, device=device)
         decoder = PairedDecoder(*common, state, pair, sums, stops_early=peer_memory == "symm")
     else:
-        handover = CollectiveHandover.allocate(
-            shape, exchange, transport.placement.group, transport.pair_collectives(SPARE_SMS)
-        )
-        decoder = CollectiveDecoder(*common, state, handover)
+        placement = transport.placement
+        linked = LinkedPair.allocate(shape, exchange, placement.group, placement.paired_rank)
+        decoder = (Verifier if linked.verifies else Speculator)(*common, state, linked, transport.pair_link())
     return CapturedStep(decoder, state, cache.max_context, uses_graph, operation)
 
 

@@ -5,13 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 __all__ = [
-    "DECIDE",
-    "MLP",
-    "PACK",
     "PRE_ATTENTION",
-    "APPLY_VERDICT",
     "STEP_END",
-    "UNPACK",
     "Row",
     "operation_of",
     "work_us",
@@ -20,11 +15,7 @@ __all__ = [
 Row = dict[str, Any]
 
 PRE_ATTENTION = "qkv_rope_append"
-MLP = "gate_up_silu"  # the first kernel of the MLP
 STEP_END = "finish_step"  # the last kernel of a step
-# Pairs over collectives. PACK: before the fork of each layer, and first after the last layer. UNPACK: the receiver's.
-# DECIDE: the sender's verdict. APPLY_VERDICT: on all ranks.
-PACK, UNPACK, DECIDE, APPLY_VERDICT = "pack_kernel", "unpack_handover", "decide_kernel", "apply_verdict_kernel"
 # Part of a kernel's name -> its operation.
 _OPERATIONS = {
     "embed_norm": "embed",
@@ -32,17 +23,20 @@ _OPERATIONS = {
     PRE_ATTENTION: "pre_attention",
     "norm_rope_append": "pre_attention",
     "update_roles": "handover",
-    "unpack_": "handover",
-    PACK: "predictor",
+    "choose_x": "handover",
+    "take_x": "handover",
+    "await_ending": "handover",
+    "replace_newest": "handover",
+    "note_arrival": "message",  # on streams of their own, like NCCL's kernels of the link
+    "Broadcast": "message",
     "lean_": "full_attention",
     "quantised_decode": "full_attention",
     "quantised_combine": "full_attention",
-    DECIDE: "verdict",
-    APPLY_VERDICT: "verdict",
+    "decide_kernel": "verdict",
     "receive_": "handover",
     "push_partial": "post_attention",
     "reduce_norm": "post_attention",
-    MLP: "post_attention",
+    "gate_up_silu": "post_attention",
     "kv_compact": "lm_head",
     "collect_logits": "lm_head",
     STEP_END: "lm_head",

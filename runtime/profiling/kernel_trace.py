@@ -21,10 +21,9 @@ from alspec.errors import AlspecError
 from alspec.runtime.decode.decode_step import StepRecord
 from alspec.runtime.engine.engine import Engine
 from alspec.runtime.faults.heartbeat import LOADING
-from alspec.runtime.profiling import collective_trace
 from alspec.runtime.profiling.kernel_names import PRE_ATTENTION, STEP_END, Row, operation_of, work_us
 
-__all__ = ["TRACE_STEPS", "kernel_rows", "label", "layer_parts", "step_kernels"]
+__all__ = ["TRACE_STEPS", "is_linked", "kernel_rows", "label", "layer_parts", "step_kernels"]
 
 TRACE_STEPS = 5
 
@@ -109,26 +108,26 @@ def label(rows_by_rank: list[list[Row]], verdicts: list[list[int]]) -> list[list
         rows_by_rank: rows of every rank; the first half of a pair's ranks is group 0.
         verdicts: [steps][L] of a pair; else empty.
     Returns:
-        `{"op", "kernel", "layer", "step", "start_us", "end_us", "ready_us", "open"}`, and `"branch"` for a pair over
-        collectives. A kernel that is not open returned at once.
-
+        `{"op", "kernel", "layer", "step", "start_us", "end_us", "ready_us", "open"}`. A kernel that is not open
+        returned at once; over a link, where that depends on messages, all count as open.
     Raises:
         AlspecError: kernels are missing.
     """
     labelled = []
     for steps in _steps(rows_by_rank):
-        if collective_trace.is_over_collectives(steps[0]):
-            labelled.append(collective_trace.place(steps))
-        else:
-            labelled.append(_label_rows(steps, is_pair=bool(verdicts)))
-    if verdicts:
+        labelled.append(_label_rows(steps, is_pair=bool(verdicts)))
+    if verdicts and not is_linked(labelled):
         senders = _senders(labelled, verdicts)
-        gate_is_open = collective_trace.is_open if collective_trace.is_over_collectives(labelled[0]) else _is_open
         for rank, rows in enumerate(labelled):
             group = rank * 2 // len(labelled)
             for row in rows:
-                row["open"] = gate_is_open(row, group, senders[row["step"] - 1], verdicts[row["step"] - 1])
+                row["open"] = _is_open(row, group, senders[row["step"] - 1], verdicts[row["step"] - 1])
     return labelled
+
+
+def is_linked(labelled: list[list[Row]]) -> bool:
+    """Whether these kernels belong to a pair over a link."""
+    return any("note_arrival" in row["kernel"] for row in labelled[0])
 
 
 def _steps(rows_by_rank: list[list[Row]]) -> list[list[list[Row]]]:
@@ -143,7 +142,8 @@ def _steps(rows_by_rank: list[list[Row]]) -> list[list[list[Row]]]:
         steps: list[list[Row]] = [[] for _ in range(num_steps)]
         for row in rows:
             steps[row["step"] - 1].append(row)
-        counts = [Counter(row["kernel"] for row in step) for step in steps]
+        # Messages of a link may arrive in the next step.
+        counts = [Counter(row["kernel"] for row in step if operation_of(row["kernel"]) != "message") for step in steps]
         most = max(counts, key=Counter.total, default=Counter())
         for step, count in enumerate(counts, start=1):
             if count != most or not count:
@@ -248,8 +248,6 @@ def layer_parts(labelled: list[list[Row]], verdicts: list[list[int]]) -> dict[st
         Over several hosts, `receiver` includes the difference between the two ranks' time zeros.
     """
     senders = _senders(labelled, verdicts)
-    if collective_trace.is_over_collectives(labelled[0]):
-        return collective_trace.collective_parts(labelled, verdicts, senders)
     tp_size = len(labelled) // 2
     ends: dict[tuple[int, int, int, str], float] = {}
     parts: dict[str, list[float]] = {

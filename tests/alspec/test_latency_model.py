@@ -17,8 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from alspec.latency_model import (
+    LinkCosts,
     StepCosts,
     hit_layer_us,
+    linked_step_us,
     miss_layer_us,
     speculative_step_us,
     tp_step_us,
@@ -147,11 +149,22 @@ def test_layers_by_hand() -> None:
     assert miss_layer_us(attention_bound) == 120
     assert speculative_step_us(attention_bound, 0.5) == 100 + 2 * 70 + 2 * 120
 
-    # The sender's closed kernels after an accept count only if the next layer waits for them.
-    for short, skipped_us, hit_us in ((attention_bound, 15, 85), (receiver_bound, 15, 55), (receiver_bound, 30, 62)):
-        costs = dataclasses.replace(short, skipped_us=skipped_us)
-        assert hit_layer_us(costs) == hit_us
-        assert miss_layer_us(costs) == miss_layer_us(short)
+
+def test_a_step_over_a_link_by_hand() -> None:
+    """The speculator is ahead after one layer, and then too far ahead to be of use after a reject."""
+    costs = LinkCosts(fixed_us=100, verifier_us=70, post_us=50, speculator_us=60, link_us=15)
+    assert linked_step_us(costs, [False] * 3) == 100 + 3 * 120
+    # x behind layer 0 arrives at 15 + 60 + 15 = 90, after the verdict at 70; that behind layer 1 at 150, before 190.
+    assert linked_step_us(costs, [True] * 4) == 100 + 120 + 3 * 70
+    # Layer 2 ends at 120 + 70 + 120 = 310. When the speculator learns of that, at 325, it has begun the last layer.
+    assert linked_step_us(costs, [True, True, False, True, True, True]) == 100 + 120 + 70 + 4 * 120
+    # It learns of the reject of layer 1 at 121, in front of layer 3, and waits for the verifier's x until 181. Its x
+    # behind layer 5 arrives at 302, before the verdict at 310.
+    near = dataclasses.replace(costs, verifier_us=10, speculator_us=40, link_us=1)
+    assert linked_step_us(near, [True, False, True, True, True]) == 100 + 300
+    assert linked_step_us(near, [True, False, True, True, True, True]) == 100 + 310
+    with pytest.raises(ValueError, match="link_us: expected a finite number >= 0, found -1"):
+        dataclasses.replace(costs, link_us=-1)
 
 
 @given(TIME, TIME, TIME, RATE, st.integers(1, 100))

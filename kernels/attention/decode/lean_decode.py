@@ -397,8 +397,8 @@ def launch_combine(
         assert speculation is not None
         out = speculation.spec_out
     if options["PHASE"] == PHASES["rest"]:
-        # Not a dependent launch. Its programs would wait on the SMs that are left free for collectives, and would set
-        # these SMs to a large L1. Then the collectives could not start before attention has ended.
+        # Not a dependent launch. Its programs would wait on the SMs that are left free for messages, and would set
+        # these SMs to a large L1. Then the messages could not start before attention has ended.
         options = {name: value for name, value in options.items() if name != "launch_pdl"} | {"PDL": False}
     batch_size, num_qo_heads = lse.shape
     programs_per_head = workspace.num_programs * options["HEADS_PER_KV"] // lse.numel()

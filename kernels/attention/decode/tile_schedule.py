@@ -56,7 +56,7 @@ __all__ = [
     "tiles_of_block",
 ]
 
-# Phase of a launch. With two launches, PREDICTOR leaves `A~` and its partial for REST. Between them a collective sends
+# Phase of a launch. With two launches, PREDICTOR leaves `A~` and its partial for REST. Between them a message sends
 # `A~`: this is for a paired rank whose memory kernels cannot address.
 ALL = tl.constexpr(0)
 PREDICTOR = tl.constexpr(1)

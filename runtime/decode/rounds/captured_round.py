@@ -183,7 +183,7 @@ class CapturedRoundStep:
         fault = int(self._exchange.fault)
         if not fault and self.uses_graph:
             launch = partial(self._launch_kernels, kind, no_hook)
-            kind.graph = capture_graph(self._device, launch, kind.decoder.stream_priority)
+            kind.graph = capture_graph(self._device, launch)
         return fault
 
     def begin(

@@ -75,7 +75,7 @@ def test_ranks_share_a_fused_step(case: str, world_size: int, num_kv_heads: int,
     ("codec", "world_size"), fast([("bf16", 2), ("turboquant3", 2), ("bf16", 4)], [("bf16", 2)]), ids=str
 )
 def test_a_pair_gives_the_tokens_and_verdicts_of_one_group(codec: str, world_size: int, tmp_path: Path) -> None:
-    """Fused and over collectives."""
+    """Fused, and over a link."""
     model = tmp_path / "model"
     save_family(model, "qwen3-biases", head_dim=16 if codec == "bf16" else 64, num_hidden_layers=2, scale=0.15)
     prompt = torch.randint(151, (360,), generator=torch.Generator().manual_seed(2)).tolist()
@@ -83,7 +83,7 @@ def test_a_pair_gives_the_tokens_and_verdicts_of_one_group(codec: str, world_siz
         "kv_cache": codec, "prompts": [prompt], "live_steps": [9], "thresholds": [{"value": "0.2", "steps": 3}],
     }  # fmt: skip
     (tmp_path / "spec.json").write_text(json.dumps({"model": str(model), "cases": [case]}))
-    jobs.run_ranks(WORKERS / "collective_worker.py", world_size, tmp_path, timeout_s=300, TRITON_INTERPRET="1")
+    jobs.run_ranks(WORKERS / "linked_worker.py", world_size, tmp_path, timeout_s=300, TRITON_INTERPRET="1")
     ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(world_size)]
     assert ranks[: world_size // 2] == ranks[world_size // 2 :]
     expected = simulated(model, codec, prompt, 0.2, 3)

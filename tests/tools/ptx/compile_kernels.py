@@ -30,7 +30,7 @@ from alspec.kernels.norm import residual
 from alspec.kernels.prompt import prompt_kernels
 from alspec.kernels.rounds import ngram, round_kernels
 from alspec.kernels.sampling import adjustment, logprobs, next_token, sampler
-from alspec.kernels.speculation import collective_handover, handover, roles
+from alspec.kernels.speculation import handover, linked_pair, roles
 from alspec.launch.bench import bench_reading
 
 GATED = (
@@ -342,22 +342,19 @@ def pair(capability: int, tp_size: int, batch_size: int) -> dict[str, Any]:
     spec_types = {"attn_out_ptr": "*bf16", "spec_out_ptr": "*i64", "spec_lse_ptr": "*i64"}
     in_parts = receive | {"PARTS": 5, "BLOCK": 128, "VALUES": 8, "SPEC_BLOCKS": heads * 128 // 8}
     only_channels = {"HIDDEN": hidden, "BLOCK": 32} | pdl
-    packed = message | {"BLOCK": collective_handover.BLOCK}
     sums = combine.num_sums(1, heads, 128)
     judged = {
         "ACCEPT_ALL": False, "B": batch_size, "B_PAD": batch_pad, "SUMS": sums, "SUMS_PAD": sums, "T": tp_size,
     } | pdl  # fmt: skip
-    apply_verdict = {"B": batch_size, "B_PAD": batch_pad, "T": tp_size} | pdl
-    gates = dict.fromkeys(["recompute_ptr", "next_is_sender_ptr", "next_is_receiver_ptr", "verdicts_ptr"], "*i32")
+    arrivals = {"SLOTS": 33, "SLOTS_PAD": 64, "T": tp_size}
+    slots: dict[str, Any] = dict.fromkeys(["takes_ptr", "computes_ptr", "predicts_ptr", "progress_ptr"], "*i32")
+    slots |= dict.fromkeys(["arrived_ptr", "header_ptr", "packets_ptr"], "*i64") | {"counts_ptr": "*i32"}
+    newest = {"HIDDEN": hidden, "HKV": kv_heads, "D": 128, "BLOCK": 256}
     decide = judged | {"T_PAD": tp_size}
 
     def compiled(kernel: Any, constants: dict[str, Any], num_warps: int = 1, **types: str) -> Any:
         fuses = kernel is not handover._receive_handover_kernel
         return variant(capability, kernel, num_warps, constants, fuses, x_ptr="*fp32", tail_ptr="*i8", **types)
-
-    def unpacked(cache: dict[str, Any]) -> Any:
-        constants = packed | {"OUT": heads * 128} | cache
-        return compiled(collective_handover._unpack_handover_kernel, constants, attn_out_ptr="*bf16")
 
     return {
         "meet": compiled(roles._step_barrier_kernel, {"WORLD": 2 * tp_size, "PAD": 2 * tp_size} | pdl),
@@ -369,18 +366,13 @@ def pair(capability: int, tp_size: int, batch_size: int) -> dict[str, Any]:
         "receive_residual": compiled(handover._receive_residual_kernel, only_channels),
         "decide": compiled(roles._decide_kernel, decide | {"forced_ptr": None}),
         "decide, forced": compiled(roles._decide_kernel, decide),
-        "pack_handover": compiled(collective_handover._pack_kernel, packed, out_ptr="*fp32"),
-        "pack_residual": compiled(
-            collective_handover._pack_kernel,
-            packed | {"PDL": False} | dict.fromkeys(["k_ptr", "v_ptr", "seq_lens_ptr"]),
-            out_ptr="*fp32",
-        ),
-        "unpack_handover": unpacked(no_tail),
-        "unpack_handover, quantised": unpacked(into_tail),
-        "unpack_residual": compiled(collective_handover._unpack_residual_kernel, only_channels),
-        "decide, collective": compiled(collective_handover._decide_kernel, judged | {"forced_ptr": None}, **gates),
-        "decide, collective and forced": compiled(collective_handover._decide_kernel, judged, **gates),
-        "settle": compiled(collective_handover._apply_verdict_kernel, apply_verdict, **gates),
+        "linked, decide": compiled(linked_pair._decide_kernel, judged | arrivals | {"forced_ptr": None}, **slots),
+        "linked, choose": compiled(linked_pair._choose_x_kernel, arrivals | pdl, **slots),
+        "linked, choose, last": compiled(linked_pair._choose_x_kernel, arrivals | pdl | {"header_ptr": None}, **slots),
+        "linked, take": compiled(linked_pair._take_x_kernel, only_channels, **slots),
+        "linked, note": compiled(linked_pair._note_arrival_kernel, {"IS_LAST": True}, **slots),
+        "linked, replace": compiled(linked_pair._replace_newest_kernel, newest | no_tail, 2, **slots),
+        "linked, replace, quantised": compiled(linked_pair._replace_newest_kernel, newest | into_tail, 2, **slots),
     }
 
 

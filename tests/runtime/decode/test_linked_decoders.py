@@ -1,11 +1,10 @@
-"""Fused steps of two paired groups that are connected by collectives, over Gloo, against the simulated eager step."""
+"""Fused steps of two paired groups that exchange messages over a link, here Gloo, against the simulated eager step."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import jobs
 import pytest
@@ -17,8 +16,6 @@ from alspec.models.checkpoint.checkpoint import Checkpoint
 from alspec.models.llama import Llama, load_weights
 from alspec.models.llama_config import LlamaConfig
 from alspec.runtime.cache.codecs import new_cache
-from alspec.runtime.decode.collective_decoder import CollectiveDecoder
-from alspec.runtime.decode.decoder import Decoder
 from alspec.runtime.decode.eager_step import DecodeState, EagerStep
 from alspec.runtime.decode.hooks import no_hook
 from alspec.runtime.decode.prefill import prefill
@@ -34,8 +31,7 @@ def prompt(length: int) -> list[int]:
     return torch.randint(256, (length,), generator=GENERATOR).tolist()
 
 
-# A step has 3 layers. The groups begin a lambda with the roles that the lambda before it left. The requests of the
-# batch end at different steps, and the predictor reads all tokens of the second one.
+# A step has 3 layers. Requests of the batch end at different steps; the predictor reads all tokens of the second one.
 CASES: dict[str, dict[str, Any]] = {
     "one request": {
         "kv_cache": "bf16",
@@ -65,7 +61,7 @@ QUANTISED: dict[str, Any] = {
 def run_ranks(folder: Path, model: Path, world_size: int, cases: list[dict[str, Any]]) -> list[Any]:
     """What each rank recorded of each case."""
     (folder / "spec.json").write_text(json.dumps({"model": str(model), "cases": cases}))
-    worker = WORKERS / "collective_worker.py"
+    worker = WORKERS / "linked_worker.py"
     jobs.run_ranks(worker, world_size, folder, timeout_s=600, TRITON_INTERPRET="1")
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(world_size)]
 
@@ -163,11 +159,3 @@ def test_recalled_blocks(small_folder: Path, tmp_path: Path) -> None:
         "thresholds": [{"value": "0.25", "steps": 4}],
     }
     check(small_folder, [case], run_ranks(tmp_path, small_folder, 2, [case]))
-
-
-@pytest.mark.parametrize(("tp_size", "priority"), [(1, 0), (2, -1), (4, -1)])
-def test_only_groups_of_several_ranks_are_captured_with_priority(tp_size: int, priority: int) -> None:
-    decoder = object.__new__(CollectiveDecoder)
-    decoder.exchange = mock.Mock(tp_size=tp_size)
-    assert decoder.stream_priority == priority
-    assert object.__new__(Decoder).stream_priority == 0

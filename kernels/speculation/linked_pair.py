@@ -1,0 +1,478 @@
+"""Paired groups over a link that kernels cannot reach across: the verifier decides alone, the speculator runs ahead.
+
+Group 0, the *verifier*, computes every layer as one group alone does: attention, verdict on its own `A~`, and behind it
+post-attention, on `A~` after an accept and on `A` after a reject. Group 1, the *speculator*, computes the same step on
+`A~` alone, which takes it no full attention and no message. It sends x behind each layer. If x of a layer has arrived
+and comes from accepted `A~`s alone, the verifier takes it and skips post-attention; otherwise it computes the same bits
+itself. So the text does not depend on when messages arrive, and no layer waits for the link.
+
+    verifier     -> speculator   slot l: x of layer l (l = 0: nothing), the layer's k and v, the last rejected layer
+    speculator   -> verifier     slot l: x of layer l + 1, and from which layer on its x is the verifier's: the *base*
+
+After a reject of layer r, x of the speculator is wrong from layer r + 1 on. When it learns of r, it waits for the x of
+the layer that it has come to, which becomes its base. The k and v of the layers between are replaced at the end of the
+step, as all others are: those of the verifier are right.
+
+Both groups sample the next token from the same x, so no token travels. Recall lists and verdicts follow the last slot.
+
+A message is a slot of int64: a header, then LL packets (ll_packets.py), which the kernel that computes a value writes.
+Transport sends the slots of a step in order; `note_arrival` then stores a packet in `arrived`.
+
+Shapes: B requests, L layers, Hq and Hkv this rank's query and KV heads, D head_dim, N cache capacity, T ranks of a
+group, R (dist2, norm2) pairs per request, S sums of squares of each request, M = hidden + 2 Hkv D packets.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from alspec.kernels.attention.decode.combine import num_sums
+from alspec.kernels.attention.decode.lean_decode import RecallBuffers, SpecOutput
+from alspec.kernels.attention.dispatch import CacheLayer
+from alspec.kernels.comm.exchange import Exchange
+from alspec.kernels.comm.ll_packets import LATE_PACKET, fault_code, pack_packets, wait_packets
+from alspec.kernels.comm.pair_state import GATE_STRIDE, PairShape
+from alspec.kernels.common.jit_launch import jit_launch, pdl_options, set_l1_carveout
+from alspec.kernels.kv_codec.quantised_layer import PER_HEAD
+from alspec.kernels.norm.residual import BLOCK, num_square_sums, write_residual
+from alspec.kernels.speculation.handover import cache_args, store_message
+from alspec.kernels.speculation.roles import add_sums, request_verdicts, squared_threshold
+
+__all__ = [
+    "LinkedPair",
+    "await_ending",
+    "choose_x",
+    "decide",
+    "note_arrival",
+    "replace_newest",
+    "snapshot",
+    "take_x",
+]
+
+HEADER = 16  # int64 in front of a slot's packets; the first one is used
+
+
+@dataclass(frozen=True)
+class LinkedPair:
+    """The state of one rank of a pair over a link. Gates of different layers lie apart."""
+
+    shape: PairShape
+    exchange: Exchange  # of the group
+    group: int  # 0: verifier
+    paired_rank: int  # in the job
+    outbox: Tensor  # [L + 1 or L, slot] int64
+    inbox: Tensor  # [L or L + 1, slot] int64
+    arrived: Tensor  # [slots of the inbox + 1] int64: a packet with the step's epoch for each message and the ending
+    arrival_epoch: Tensor  # [1] int32: the step whose messages arrive: messages and kernels may be a step apart
+    counts: Tensor  # [T] int32: arrived messages of each rank of the group, if there are several
+    progress: Tensor  # [1] int32: the verifier's last rejected layer, or -1; the speculator's base
+    gates: Tensor  # [3, L + 1, GATE_STRIDE] int32: see the properties; the first word of each row is the gate
+    # [P, B, Hq, D] and [P, B, Hq] int64: the verifier's A~ and its lse in parts, for the sums alone
+    spec_out: Tensor
+    spec_lse: Tensor
+    sums: Tensor  # [T, B, R, 2] fp32: dist2 and norm2 of parts of heads, from each rank of the group
+    ending: Tensor  # [L B + L B Hkv recall_blocks] int32: verdicts and recall lists of a step
+
+    @classmethod
+    def allocate(cls, shape: PairShape, exchange: Exchange, group: int, paired_rank: int) -> LinkedPair:
+        """Allocate the buffers; `exchange` is the group's."""
+        device, batch, layers = exchange.partial.device, shape.batch_size, shape.num_layers
+
+        def new(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.zeros(sizes, dtype=dtype, device=device)
+
+        of_verifier = new(layers + 1, HEADER + batch * shape.message_packets, dtype=torch.int64)
+        of_speculator = new(layers, HEADER + batch * shape.hidden_size, dtype=torch.int64)
+        of_verifier[0, 0] = -1  # in front of layer 0 nothing is rejected; the first base is 0
+        outbox, inbox = (of_verifier, of_speculator) if group == 0 else (of_speculator, of_verifier)
+        lists = batch * shape.num_kv_heads * shape.recall_blocks
+        in_parts = shape.spec_parts, batch, shape.num_qo_heads
+        return cls(
+            shape, exchange, group, paired_rank, outbox, inbox,
+            arrived=new(len(inbox) + 1, dtype=torch.int64),
+            arrival_epoch=torch.ones_like(exchange.epoch),
+            counts=new(shape.tp_size, dtype=torch.int32),
+            progress=new(1, dtype=torch.int32),
+            gates=new(3, layers + 1, GATE_STRIDE, dtype=torch.int32),
+            spec_out=new(*in_parts, shape.head_dim, dtype=torch.int64),
+            spec_lse=new(*in_parts, dtype=torch.int64),
+            sums=new(shape.tp_size, batch, num_sums(batch, shape.num_qo_heads, shape.head_dim), 2),
+            ending=new(layers * (batch + lists), dtype=torch.int32),
+        )  # fmt: skip
+
+    @property
+    def verifies(self) -> bool:
+        """This rank belongs to the verifier."""
+        return self.group == 0
+
+    def takes(self, layer: int) -> Tensor:
+        """Gate [1]: x behind the layer (speculator: in front of it) is taken from the paired rank."""
+        return self.gates[0, layer, :1]
+
+    def computes(self, layer: int) -> Tensor:
+        """Gate [1]: the verifier computes post-attention of the layer."""
+        return self.gates[1, layer, :1]
+
+    def predicts(self, layer: int) -> Tensor:
+        """Gate [1]: the verifier computes it on `A~`: it accepts the layer, but has not the speculator's x."""
+        return self.gates[2, layer, :1]
+
+    def written(self, slot: int) -> Tensor:
+        """[B, M or hidden] int64: where this rank's kernels put the packets of a message."""
+        return self.outbox[slot, HEADER:].view(self.shape.batch_size, -1)
+
+    def received(self, slot: int) -> Tensor:
+        """[B, hidden or M] int64: the packets of a message of the paired rank."""
+        return self.inbox[slot, HEADER:].view(self.shape.batch_size, -1)
+
+    @property
+    def own_sums(self) -> Tensor:
+        """[B, R, 2] fp32: this rank's part of `sums`."""
+        return self.sums[self.exchange.tp_rank]
+
+    @property
+    def hits(self) -> Tensor:
+        """[L, B] int32: the part of `ending` with each request's verdicts."""
+        return self.ending[: self.shape.num_layers * self.shape.batch_size].view(-1, self.shape.batch_size)
+
+    @property
+    def lists(self) -> Tensor:
+        """[L, B, Hkv, recall_blocks] int32: the part of `ending` with the recall lists of the next step."""
+        shape = self.shape
+        lists = self.ending[shape.num_layers * shape.batch_size :]
+        return lists.view(shape.num_layers, shape.batch_size, shape.num_kv_heads, shape.recall_blocks)
+
+    def spec_output(self, chunk_size: int, recall: RecallBuffers | None = None) -> SpecOutput:
+        """Where the verifier's attention writes `A~` and the sums."""
+        lse = self.spec_lse if self.shape.spec_parts > 1 else None
+        return SpecOutput(chunk_size, self.spec_out, self.own_sums, self.exchange.epoch, lse, recall)
+
+    @property
+    def late_fault(self) -> int:
+        """The fault code of a message that did not arrive."""
+        return fault_code(LATE_PACKET, 2 * self.shape.num_layers + 2, self.paired_rank)
+
+
+@triton.jit(do_not_specialize_on_alignment=["arrived_ptr"])
+def _note_arrival_kernel(arrived_ptr, epoch_ptr, IS_LAST: tl.constexpr):
+    """Grid [1]."""
+    epoch = tl.load(epoch_ptr)
+    tl.store(arrived_ptr, pack_packets(tl.zeros([], tl.float32), epoch), cache_modifier=".wt")
+    if IS_LAST:
+        tl.store(epoch_ptr, epoch + 1)
+
+
+def note_arrival(pair: LinkedPair, slot: int) -> None:
+    """Tell the kernels of this rank that a message has arrived: launch it behind the copy into `inbox[slot]`.
+
+    The slot behind the inbox stands for `ending`, which the speculator receives.
+
+    Capture: graph-safe; allocates nothing.
+    """
+    is_last = slot == (len(pair.inbox) - 1 if pair.verifies else len(pair.inbox))
+    jit_launch(_note_arrival_kernel, (1,))(pair.arrived[slot:], pair.arrival_epoch, IS_LAST=is_last, num_warps=1)
+
+
+@triton.jit
+def _count_arrived(arrived_ptr, epoch, SLOTS: tl.constexpr, SLOTS_PAD: tl.constexpr):
+    """Messages of this step that have arrived; they do so in order."""
+    slots = tl.arange(0, SLOTS_PAD)
+    packets = tl.load(arrived_ptr + slots, mask=slots < SLOTS, other=0, volatile=True)
+    return tl.sum(((packets >> 32).to(tl.int32) == epoch).to(tl.int32), 0)
+
+
+@triton.jit
+def _snapshot_kernel(arrived_ptr, epoch_ptr, count_ptr, SLOTS: tl.constexpr, SLOTS_PAD: tl.constexpr):
+    """Grid [1]."""
+    tl.store(count_ptr, _count_arrived(arrived_ptr, tl.load(epoch_ptr), SLOTS, SLOTS_PAD))
+
+
+def snapshot(pair: LinkedPair) -> None:
+    """Store how many messages have arrived at this rank in `counts`, which the group then gathers.
+
+    All ranks of a group must see the same messages, and only they know which all of them have.
+
+    Capture: graph-safe; allocates nothing.
+    """
+    slots, own = len(pair.inbox), pair.counts[pair.exchange.tp_rank :]
+    jit_launch(_snapshot_kernel, (1,))(
+        pair.arrived, pair.exchange.epoch, own, SLOTS=slots, SLOTS_PAD=triton.next_power_of_2(slots), num_warps=1
+    )
+
+
+@triton.jit
+def _least_count(arrived_ptr, counts_ptr, epoch, SLOTS: tl.constexpr, SLOTS_PAD: tl.constexpr, T: tl.constexpr):
+    """Messages that have arrived at all ranks of the group."""
+    if T == 1:
+        count = _count_arrived(arrived_ptr, epoch, SLOTS, SLOTS_PAD)
+    else:
+        count = tl.load(counts_ptr)
+        for rank in tl.static_range(1, T):
+            count = tl.minimum(count, tl.load(counts_ptr + rank))
+    return count
+
+
+@triton.jit(do_not_specialize=["layer", "slot_size"])
+def _decide_kernel(
+    sums_ptr,  # [T, B, SUMS, 2] fp32
+    live_ptr,  # [B] int32
+    forced_ptr,  # [L] int32, or None
+    hits_ptr,  # [L, B] int32
+    arrived_ptr,  # [SLOTS] int64
+    counts_ptr,  # [T] int32
+    inbox_ptr,  # [SLOTS, slot_size] int64
+    progress_ptr,  # [1] int32: last rejected layer
+    header_ptr,  # [1] int64: of the next message
+    takes_ptr,  # [1] int32
+    computes_ptr,
+    predicts_ptr,
+    epoch_ptr,  # [1] int32
+    layer,
+    slot_size,
+    threshold2,
+    ACCEPT_ALL: tl.constexpr,
+    B: tl.constexpr,
+    B_PAD: tl.constexpr,
+    SUMS: tl.constexpr,
+    SUMS_PAD: tl.constexpr,
+    SLOTS: tl.constexpr,
+    SLOTS_PAD: tl.constexpr,
+    T: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid [1]."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    total = tl.zeros([2 * B_PAD], tl.float32)
+    # Add in rank order: all ranks of the group get the same bits, so the same verdict.
+    for tp_rank in tl.static_range(T):
+        total += add_sums(sums_ptr + tp_rank * (B * SUMS * 2), B, B_PAD, SUMS, SUMS_PAD)
+    accepted, verdict = request_verdicts(total, live_ptr, forced_ptr, layer, threshold2, ACCEPT_ALL, B, B_PAD)
+    requests = tl.arange(0, B_PAD)
+    tl.store(hits_ptr + layer * B + requests, accepted.to(tl.int32), mask=requests < B)
+    rejected = tl.where(layer == 0, -1, tl.load(progress_ptr))
+    has_arrived = _least_count(arrived_ptr, counts_ptr, tl.load(epoch_ptr), SLOTS, SLOTS_PAD, T) > layer
+    base = tl.load(inbox_ptr + layer.to(tl.int64) * slot_size, volatile=True).to(tl.int32)
+    takes = verdict & has_arrived & (base > rejected)
+    rejected = tl.where(verdict, rejected, layer)
+    tl.store(progress_ptr, rejected)
+    tl.store(header_ptr, rejected.to(tl.int64))
+    tl.store(takes_ptr, takes.to(tl.int32))
+    tl.store(computes_ptr, 1 - takes.to(tl.int32))
+    tl.store(predicts_ptr, (verdict & ~takes).to(tl.int32))
+
+
+def decide(
+    pair: LinkedPair, layer: int, live: Tensor, threshold: float, hits: Tensor, forced: Tensor | None = None
+) -> None:
+    """The verifier's verdict on a layer's `A~` from `pair.sums`, and whether the speculator's x is taken.
+
+    Writes the layer's gates, the header of the next message, and row `layer` of `hits`. Rules: `alspec.verdict`.
+
+    Args:
+        live: [B] int32, the same on every rank of the job.
+        threshold: lambda >= 0, fixed at capture.
+        hits: [L, B] int32; 0 for a request that is not live.
+        forced: [L] int32, as in `roles.decide`.
+    Raises:
+        ValueError: `threshold` is negative or NaN.
+    Capture: graph-safe; allocates nothing.
+    """
+    threshold2, accept_all = squared_threshold(threshold)
+    shape, sums, slots = pair.shape, pair.sums.shape[2], len(pair.inbox)
+    compiled = jit_launch(_decide_kernel, (1,))(
+        pair.sums, live, forced, hits, pair.arrived, pair.counts, pair.inbox, pair.progress, pair.outbox[layer + 1],
+        pair.takes(layer), pair.computes(layer), pair.predicts(layer), pair.exchange.epoch, layer,
+        pair.inbox.shape[1], threshold2, ACCEPT_ALL=accept_all, B=shape.batch_size,
+        B_PAD=triton.next_power_of_2(shape.batch_size), SUMS=sums, SUMS_PAD=triton.next_power_of_2(sums), SLOTS=slots,
+        SLOTS_PAD=triton.next_power_of_2(slots), T=shape.tp_size, num_warps=1, **pdl_options(live.device),
+    )  # fmt: skip
+    set_l1_carveout(compiled)
+
+
+@triton.jit(do_not_specialize=["layer", "slot_size", "timeout_ns", "code"])
+def _choose_x_kernel(
+    arrived_ptr,  # [SLOTS] int64
+    counts_ptr,  # [T] int32
+    inbox_ptr,  # [SLOTS, slot_size] int64
+    progress_ptr,  # [1] int32: base
+    header_ptr,  # [1] int64: of the message behind this layer, or None behind the last one
+    takes_ptr,  # [1] int32
+    epoch_ptr,  # [1] int32
+    fault_ptr,  # [1] int32
+    layer,
+    slot_size,
+    timeout_ns,
+    code,
+    SLOTS: tl.constexpr,
+    SLOTS_PAD: tl.constexpr,
+    T: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid [1]."""
+    if PDL:
+        # Later kernels start only when this one has waited: they would take the SM that receives the message.
+        if header_ptr is not None:
+            gdc_launch_dependents()
+        gdc_wait()
+    epoch = tl.load(epoch_ptr)
+    if header_ptr is None:
+        wait_packets(
+            arrived_ptr + layer + tl.arange(0, 1), tl.full([1], True, tl.int1), epoch, timeout_ns, fault_ptr,
+            code + tl.zeros([1], tl.int32),
+        )  # fmt: skip
+        count = layer + 1
+    else:
+        count = _least_count(arrived_ptr, counts_ptr, epoch, SLOTS, SLOTS_PAD, T)
+    newest = inbox_ptr + tl.maximum(count - 1, 0).to(tl.int64) * slot_size
+    rejected = tl.where(count > 0, tl.load(newest, volatile=True).to(tl.int32), -1)
+    base = tl.where(layer == 1, 0, tl.load(progress_ptr))
+    takes = rejected >= base
+    base = tl.where(takes, layer, base)
+    tl.store(progress_ptr, base)
+    tl.store(takes_ptr, takes.to(tl.int32))
+    if header_ptr is not None:
+        tl.store(header_ptr, base.to(tl.int64))
+
+
+def choose_x(pair: LinkedPair, layer: int, timeout_ns: int) -> None:
+    """The speculator chooses in front of layer 1 .. L whether it goes on with its own x: if no reject since its base
+    is known. Behind the last layer it waits, at most `timeout_ns`, for the verifier's last message.
+
+    Writes the layer's gate `takes`, the base, and the header of its next message.
+
+    Capture: graph-safe; allocates nothing.
+    """
+    shape, exchange, slots = pair.shape, pair.exchange, len(pair.inbox)
+    header = pair.outbox[layer] if layer < shape.num_layers else None
+    compiled = jit_launch(_choose_x_kernel, (1,))(
+        pair.arrived, pair.counts, pair.inbox, pair.progress, header, pair.takes(layer), exchange.epoch,
+        exchange.fault, layer, pair.inbox.shape[1], timeout_ns, pair.late_fault, SLOTS=slots,
+        SLOTS_PAD=triton.next_power_of_2(slots), T=shape.tp_size, num_warps=1, **pdl_options(pair.arrived.device),
+    )  # fmt: skip
+    set_l1_carveout(compiled)
+
+
+@triton.jit(do_not_specialize=["timeout_ns", "code", "message_packets"], do_not_specialize_on_alignment=["arrived_ptr"])
+def _take_x_kernel(
+    packets_ptr,  # [B, message_packets] int64
+    arrived_ptr,  # [1] int64
+    x_ptr,  # [B, HIDDEN] fp32
+    gamma_ptr,  # [HIDDEN]
+    x_norm_ptr,  # [B, HIDDEN]
+    squares_ptr,  # [B, S] fp32
+    takes_ptr,  # [1] int32
+    epoch_ptr,  # [1] int32
+    fault_ptr,  # [1] int32
+    message_packets,
+    timeout_ns,
+    code,
+    HIDDEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """BLOCK channels of one request. Grid [HIDDEN / BLOCK, B]."""
+    request = tl.program_id(1)
+    channels = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = channels < HIDDEN
+    gamma = tl.load(gamma_ptr + channels, mask=inside, other=0.0).to(tl.float32)
+    epoch = tl.load(epoch_ptr)
+    if PDL:
+        gdc_wait()
+    if tl.load(takes_ptr) == 0:
+        if PDL:
+            gdc_launch_dependents()  # not before it has waited: see `_choose_x_kernel`
+        return
+    has_arrived = wait_packets(
+        arrived_ptr + tl.arange(0, 1), tl.full([1], True, tl.int1), epoch, timeout_ns, fault_ptr,
+        code + tl.zeros([1], tl.int32),
+    )  # fmt: skip
+    packets = tl.load(
+        packets_ptr + request.to(tl.int64) * message_packets + channels, mask=inside, other=0, volatile=True
+    )
+    x = packets.to(tl.int32).to(tl.float32, bitcast=True) + tl.sum(has_arrived, 0)  # NaN if it has not arrived
+    write_residual(x, request * HIDDEN + channels, inside, gamma, x_ptr, x_norm_ptr, squares_ptr, request)
+
+
+def take_x(
+    pair: LinkedPair, slot: int, x: Tensor, gamma: Tensor, x_norm: Tensor, square_sums: Tensor, timeout_ns: int
+) -> None:
+    """Take the paired rank's x from a slot; wait at most `timeout_ns` for it.
+
+    Args:
+        slot: the layer. The verifier takes x behind it, the speculator in front of it. Gate: `takes`.
+        x, gamma, x_norm, square_sums: as in `reduce_norm`.
+    Capture: graph-safe; allocates nothing.
+    """
+    packets, exchange = pair.received(slot), pair.exchange
+    compiled = jit_launch(_take_x_kernel, (num_square_sums(x.shape[1]), x.shape[0]))(
+        packets, pair.arrived[slot:], x, gamma, x_norm, square_sums, pair.takes(slot), exchange.epoch,
+        exchange.fault, packets.shape[1], timeout_ns, pair.late_fault, HIDDEN=x.shape[1], BLOCK=BLOCK, num_warps=1,
+        **pdl_options(x.device),
+    )  # fmt: skip
+    set_l1_carveout(compiled)
+
+
+@triton.jit(do_not_specialize=["timeout_ns", "code"], do_not_specialize_on_alignment=["arrived_ptr"])
+def _await_ending_kernel(arrived_ptr, epoch_ptr, fault_ptr, timeout_ns, code):
+    """Grid [1]."""
+    one = tl.arange(0, 1)
+    wait_packets(arrived_ptr + one, one == 0, tl.load(epoch_ptr), timeout_ns, fault_ptr, code + one)
+
+
+def await_ending(pair: LinkedPair, timeout_ns: int) -> None:
+    """The speculator waits, at most `timeout_ns`, until `ending` has arrived.
+
+    Capture: graph-safe; allocates nothing.
+    """
+    jit_launch(_await_ending_kernel, (1,))(
+        pair.arrived[-1:], pair.exchange.epoch, pair.exchange.fault, timeout_ns, pair.late_fault, num_warps=1
+    )
+
+
+@triton.jit(do_not_specialize_on_alignment=PER_HEAD)
+def _replace_newest_kernel(
+    packets_ptr,  # [B, M] int64
+    k_ptr,  # [B, HKV, N, D], or None: store into the tail
+    v_ptr,
+    tail_ptr,  # [B, HKV, 2, 64, D] int8, or None
+    tail_scale_ptr,  # [B, HKV, 2] fp32
+    capacity,
+    seq_lens_ptr,  # [B] int32, with the new token
+    HIDDEN: tl.constexpr,
+    HKV: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """BLOCK channels of k and v of one request. Grid [2 HKV D / BLOCK, B]."""
+    M: tl.constexpr = HIDDEN + 2 * HKV * D
+    request, index = tl.program_id(1), HIDDEN + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    packets = tl.load(packets_ptr + request.to(tl.int64) * M + index, mask=index < M, other=0, volatile=True)
+    store_message(
+        packets.to(tl.int32).to(tl.float32, bitcast=True), index, False, request, seq_lens_ptr, k_ptr, v_ptr, tail_ptr,
+        tail_scale_ptr, capacity, seq_lens_ptr, HIDDEN, HKV, D,
+    )  # fmt: skip
+
+
+def replace_newest(pair: LinkedPair, layer: int, cache: CacheLayer, seq_lens: Tensor) -> None:
+    """The speculator stores the verifier's k and v of the newest token in a layer's cache.
+
+    Args:
+        cache: of the layer; in a quantised cache the tail is written, as by `receive_handover`.
+        seq_lens: [B] int32, with the new token.
+    Capture: graph-safe; allocates nothing. Launch it when all messages have arrived.
+    """
+    shape = pair.shape
+    block = 256
+    grid = (triton.cdiv(2 * shape.num_kv_heads * shape.head_dim, block), shape.batch_size)
+    jit_launch(_replace_newest_kernel, grid)(
+        pair.received(layer), *cache_args(cache), seq_lens, HIDDEN=shape.hidden_size, HKV=shape.num_kv_heads,
+        D=shape.head_dim, BLOCK=block, num_warps=2,
+    )  # fmt: skip

@@ -1,0 +1,215 @@
+"""Decode steps of two paired groups over a link that kernels cannot reach across: kernels/speculation/linked_pair.py.
+
+    verifier                                         speculator
+    pre-attention       k, v -> its message          choose, take     from layer 1 on: its own x, or the verifier's
+    attention           A, A~, dist2, norm2          pre-attention
+    decide              verdict; is x here?          attention        A~ alone
+    settle              x of the speculator, or A~   post-attention   x -> its message
+    post-attention      [if x was not taken]
+
+Source: ALSpec; there, groups change roles after each hit, and each layer waits for one message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from alspec.kernels.attention.decode.lean_decode import SpecOutput
+from alspec.kernels.attention.dispatch import attend
+from alspec.kernels.attention.recall import choose_recall_lists
+from alspec.kernels.speculation.linked_pair import (
+    LinkedPair,
+    await_ending,
+    choose_x,
+    decide,
+    note_arrival,
+    replace_newest,
+    snapshot,
+    take_x,
+)
+from alspec.runtime.decode.decoder import STEP_TIMEOUT_NS, Decoder, LaunchContext, SpeculationState
+from alspec.runtime.decode.hooks import OperationHook
+from alspec.runtime.distributed.pair_link import LINK_SMS, Expected, PairLink
+
+__all__ = ["LinkedDecoder", "Speculator", "Verifier"]
+
+
+@dataclass
+class LinkedDecoder(Decoder):
+    """What both groups of a pair have in common."""
+
+    speculation: SpeculationState
+    pair: LinkedPair
+    link: PairLink
+
+    spare_sms: ClassVar[int] = LINK_SMS
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._no_sums = torch.zeros_like(self.pair.own_sums)  # not written
+
+    def begin(self, token_ids: list[int], seq_lens: list[int]) -> None:
+        """As `Decoder`; no block is recalled yet."""
+        super().begin(token_ids, seq_lens)
+        if self.speculation.recall is not None:
+            self.speculation.recall.lists.fill_(-1)
+
+    @contextmanager
+    def launching(self) -> Iterator[None]:
+        """Receive the messages of the step beside it. On a CPU they are expected before it, on a GPU launched after."""
+        self.link.mark()
+        if self.link.is_eager:
+            self.link.receive_step(self._messages())
+        yield
+        if not self.link.is_eager:
+            self.link.receive_step(self._messages())
+
+    def release(self) -> None:
+        """Wait for the messages of all steps."""
+        self.link.release()
+
+    def _messages(self) -> list[Expected]:
+        messages = [*self.pair.inbox] + ([] if self.pair.verifies else [self.pair.ending])
+        return [(message, partial(note_arrival, self.pair, slot)) for slot, message in enumerate(messages)]
+
+    def _agree(self) -> None:
+        """Let the ranks of a group see the same messages."""
+        self.link.poll()
+        if self.exchange.tp_size > 1:
+            snapshot(self.pair)
+            self.gather_group(self.pair.counts)
+
+    def _predict(self, layer: int, gate: Tensor | None = None) -> None:
+        """`A~` in place of `A`: the same bits in both groups."""
+        buffers, cache, speculation = self.buffers, self.cache, self.speculation
+        output = SpecOutput(
+            speculation.chunk_size, buffers.attn_out, self._no_sums, recall=speculation.recall_buffers(layer)
+        )
+        attend(
+            buffers.q, cache.layers[layer], cache.lengths(layer), cache.sm_scale, cache.workspace(layer),
+            buffers.attn_out, buffers.lse, output, "predictor", gate,
+        )  # fmt: skip
+
+    def gather_group(self, rows: Tensor) -> None:
+        """Fill rows [T, ...] with those of the group's ranks, in place."""
+        rows.copy_(self.all_gather(rows[self.exchange.tp_rank]))
+
+
+@dataclass
+class Verifier(LinkedDecoder):
+    """The group whose text it is. It waits for nothing."""
+
+    def run_layers(self, operation: OperationHook) -> None:
+        """As `Decoder`, with a verdict behind each attention; messages leave when they are written."""
+        for layer in range(self.config.num_layers):
+            with operation("pre_attention", layer):
+                self.pre_attention(layer)
+                self.link.send(self.pair.outbox[layer])
+            with operation("attention", layer):
+                self.attention(layer)
+            with operation("verdict", layer):
+                self._decide(layer)
+            with operation("post_attention", layer):
+                self.post_attention(layer)
+        self.link.send(self.pair.outbox[-1])
+
+    def _branch(self, layer: int) -> LaunchContext:
+        pair, gate = self.pair, self.pair.computes(layer)
+        return LaunchContext(
+            self.exchange, self.all_reduce, gate, gate, inbox=pair.written(layer), next_inbox=pair.written(layer + 1)
+        )
+
+    def attention(self, layer: int) -> None:
+        """Attention, and beside it `A~` and the sums for the verdict."""
+        buffers, cache, speculation = self.buffers, self.cache, self.speculation
+        attend(
+            buffers.q, cache.layers[layer], cache.lengths(layer), cache.sm_scale, cache.workspace(layer),
+            buffers.attn_out, speculation.lse_out(layer, buffers.lse),
+            self.pair.spec_output(speculation.chunk_size, speculation.recall_buffers(layer)),
+            prefetch_before_wait=not cache.is_ring(layer),
+        )  # fmt: skip
+
+    def _decide(self, layer: int) -> None:
+        buffers, pair, speculation = self.buffers, self.pair, self.speculation
+        self._agree()
+        if self.exchange.tp_size > 1:
+            self.gather_group(pair.sums)
+        decide(pair, layer, speculation.live, speculation.threshold, speculation.hits, speculation.forced)
+        self._predict(layer, pair.predicts(layer))
+        take_x(
+            pair, layer, buffers.x, self._gammas[layer][1], buffers.x_norm, buffers.square_sums, STEP_TIMEOUT_NS
+        )  # fmt: skip
+
+    def logits(self) -> None:
+        """As `Decoder`; beside it, send verdicts and the recall lists of the next step."""
+        pair, recall, speculation = self.pair, self.speculation.recall, self.speculation
+        pair.hits.copy_(speculation.hits)
+        if recall is not None:
+            choose_recall_lists(recall, self.buffers.seq_lens, speculation.chunk_size, lists=recall.lists)
+            pair.lists.copy_(recall.lists)
+        self.link.send(pair.ending)
+        super().logits()
+        self.link.join()
+        pair.counts.zero_()  # an ordinary launch behind the join
+
+
+@dataclass
+class Speculator(LinkedDecoder):
+    """The group that computes on `A~` alone, ahead of the verifier."""
+
+    def run_layers(self, operation: OperationHook) -> None:
+        """As `Decoder`, each layer from its own x or the verifier's; at the end the right x."""
+        for layer in range(self.config.num_layers):
+            if layer > 0:
+                with operation("choose", layer):
+                    self._choose(layer)
+            with operation("pre_attention", layer):
+                self.pre_attention(layer)
+            with operation("attention", layer):
+                self.attention(layer)
+            with operation("post_attention", layer):
+                self.post_attention(layer)
+                self.link.send(self.pair.outbox[layer])
+        with operation("agree", self.config.num_layers):
+            self._choose(self.config.num_layers)
+
+    def _branch(self, layer: int) -> LaunchContext:
+        return LaunchContext(self.exchange, self.all_reduce, next_inbox=self.pair.written(layer))
+
+    def attention(self, layer: int) -> None:
+        """`A~` in place of attention."""
+        self._predict(layer)
+
+    def _choose(self, layer: int) -> None:
+        """Take the verifier's x in front of a layer where its own may be wrong."""
+        buffers, pair, last = self.buffers, self.pair, layer == self.config.num_layers
+        gamma = self.weights.final_norm if last else self.weights.layers[layer].input_norm
+        if last:
+            self.link.await_message(layer)
+        self._agree()
+        choose_x(pair, layer, STEP_TIMEOUT_NS)
+        if self.link.is_eager and bool(pair.takes(layer)):
+            self.link.await_message(layer)
+        take_x(pair, layer, buffers.x, gamma, buffers.x_norm, buffers.square_sums, STEP_TIMEOUT_NS)
+
+    def logits(self) -> None:
+        """Logits as the verifier has them. Beside them, its k and v, verdicts and recall lists are stored."""
+        pair, speculation, recall = self.pair, self.speculation, self.speculation.recall
+        with self.link.beside():
+            for layer, cache in enumerate(self.cache.layers):
+                replace_newest(pair, layer, cache, self.buffers.seq_lens)
+        self._project_logits()
+        self.link.await_message(len(pair.inbox))
+        await_ending(pair, STEP_TIMEOUT_NS)
+        self.link.join()
+        speculation.hits.copy_(pair.hits)
+        if recall is not None:
+            recall.lists.copy_(pair.lists)
+        self.cache.compact()

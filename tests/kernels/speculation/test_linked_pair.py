@@ -1,0 +1,278 @@
+"""The kernels of a pair over a link. One process runs all ranks; a random schedule runs them and delivers messages."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import chain
+
+import pytest
+import torch
+from paired_ranks import nan
+from torch import Tensor
+
+from alspec.kernels.attention.dispatch import KVLayer
+from alspec.kernels.comm.exchange import Exchange
+from alspec.kernels.comm.ll_packets import unpack_packets
+from alspec.kernels.comm.pair_state import PairShape
+from alspec.kernels.norm.residual import num_square_sums
+from alspec.kernels.speculation.linked_pair import (
+    LinkedPair,
+    await_ending,
+    choose_x,
+    decide,
+    note_arrival,
+    replace_newest,
+    snapshot,
+    take_x,
+)
+
+TIMEOUT_NS = 10**8
+CAPACITY, POSITION = 6, 4  # of the caches; of the newest token
+
+
+def linked_pairs(device: torch.device, shape: PairShape) -> list[list[LinkedPair]]:
+    """[group][tp_rank]."""
+    return [
+        [
+            LinkedPair.allocate(
+                shape,
+                Exchange(
+                    partial=nan(device, torch.float32, shape.batch_size, shape.hidden_size),
+                    epoch=torch.ones(1, dtype=torch.int32, device=device),
+                    fault=torch.zeros(1, dtype=torch.int32, device=device),
+                    tp_rank=tp_rank,
+                    tp_size=shape.tp_size,
+                    rank=group * shape.tp_size + tp_rank,
+                ),
+                group,
+                (1 - group) * shape.tp_size + tp_rank,
+            )
+            for tp_rank in range(shape.tp_size)
+        ]
+        for group in range(2)
+    ]
+
+
+def store(packets: Tensor, values: Tensor, epoch: int) -> None:
+    """What `reduce_norm` and `qkv_rope_append` do with a message."""
+    bits = values.contiguous().view(torch.int32).long() & 0xFFFFFFFF
+    packets.copy_(bits | (epoch << 32))
+
+
+def post_attention(x: Tensor, layer: int, accepted: bool) -> Tensor:
+    """A stand-in: `A~` and `A` give different x."""
+    return x * 0.5 + (layer + 1) * (1.25 if accepted else -0.75)
+
+
+def new_keys(x: Tensor, layer: int, size: int) -> Tensor:
+    """A stand-in for k and v of a layer: [B, size], they follow from x."""
+    return x.sum(1, keepdim=True) + layer + torch.arange(size, device=x.device) / 8
+
+
+@dataclass
+class Rank:
+    pair: LinkedPair
+    x: Tensor
+    caches: list[KVLayer]
+    link: deque[tuple[int, Tensor]] = field(default_factory=deque)  # slots and messages that travel to this rank
+    taken: int = 0
+
+    def __post_init__(self) -> None:
+        shape, device = self.pair.shape, self.x.device
+        self.x_norm = nan(device, torch.float32, *self.x.shape)
+        self.squares = nan(device, torch.float32, shape.batch_size, num_square_sums(shape.hidden_size))
+        self.gamma = torch.rand(shape.hidden_size, device=device) + 0.5
+        self.seq_lens = torch.full((shape.batch_size,), POSITION + 1, dtype=torch.int32, device=device)
+
+    @property
+    def epoch(self) -> int:
+        return int(self.pair.exchange.epoch)
+
+    def take(self, layer: int) -> bool:
+        is_taken = bool(self.pair.takes(layer))
+        take_x(self.pair, layer, self.x, self.gamma, self.x_norm, self.squares, TIMEOUT_NS)
+        if is_taken:
+            self.taken += 1
+            torch.testing.assert_close(self.x_norm, self.x * self.gamma)
+            torch.testing.assert_close(self.squares.sum(1), self.x.square().sum(1))
+        return is_taken
+
+    def append(self, layer: int) -> Tensor:
+        """k and v of this rank's x into its cache."""
+        shape = self.pair.shape
+        kv = new_keys(self.x, layer, 2 * shape.num_kv_heads * shape.head_dim)
+        k, v = kv.view(shape.batch_size, 2, shape.num_kv_heads, shape.head_dim).unbind(1)
+        self.caches[layer].k[:, :, POSITION], self.caches[layer].v[:, :, POSITION] = k, v
+        return kv
+
+
+class Pair:
+    """All ranks of two groups, and the links between them."""
+
+    def __init__(self, device: torch.device, shape: PairShape, seed: int) -> None:
+        self.rng, self.shape, self.device = random.Random(seed), shape, device
+        self.groups = [[self._rank(pair) for pair in pairs] for pairs in linked_pairs(device, shape)]
+
+    def _rank(self, pair: LinkedPair) -> Rank:
+        size = self.shape.batch_size, self.shape.num_kv_heads, CAPACITY, self.shape.head_dim
+        caches = [KVLayer(*torch.zeros(2, *size, device=self.device)) for _ in range(self.shape.num_layers)]
+        return Rank(pair, torch.zeros(self.shape.batch_size, self.shape.hidden_size, device=self.device), caches)
+
+    def send(self, rank: Rank, slot: int, message: Tensor) -> None:
+        other = self.groups[1 - rank.pair.group][rank.pair.exchange.tp_rank]
+        other.link.append((slot, message.clone()))
+
+    def deliver(self, rank: Rank) -> None:
+        slot, message = rank.link.popleft()
+        (rank.pair.inbox[slot] if slot < len(rank.pair.inbox) else rank.pair.ending).copy_(message)
+        note_arrival(rank.pair, slot)
+
+    def gather(self, group: list[Rank]) -> None:
+        """The ranks of a group see the same messages."""
+        if len(group) > 1:
+            for rank in group:
+                snapshot(rank.pair)
+            for rank in group:
+                rank.pair.counts.copy_(torch.cat([each.pair.counts[i : i + 1] for i, each in enumerate(group)]))
+
+    def verifier(self, verdicts: list[bool], expected: list[Tensor]) -> Iterator[bool]:
+        """One step; yields whether it can go on."""
+        group, shape = self.groups[0], self.shape
+        live = torch.ones(shape.batch_size, dtype=torch.int32, device=self.device)
+        forced = torch.tensor(verdicts, dtype=torch.int32, device=self.device)
+        for layer in range(shape.num_layers):
+            for rank in group:
+                assert torch.equal(rank.x, expected[layer])
+                store(rank.pair.written(layer)[:, shape.hidden_size :], rank.append(layer), rank.epoch)
+                self.send(rank, layer, rank.pair.outbox[layer])
+            yield True
+            for rank in group:
+                rank.pair.sums.fill_(1.0)
+            self.gather(group)
+            for rank in group:
+                hits = rank.pair.hits
+                decide(rank.pair, layer, live, 0.5, hits, forced)
+                assert hits[layer].tolist() == [int(verdicts[layer])] * shape.batch_size
+                takes, computes = bool(rank.pair.takes(layer)), bool(rank.pair.computes(layer))
+                assert computes is not takes
+                assert bool(rank.pair.predicts(layer)) is (verdicts[layer] and not takes)
+                if not rank.take(layer):
+                    rank.x = post_attention(rank.x, layer, verdicts[layer])
+                    store(rank.pair.written(layer + 1)[:, : shape.hidden_size], rank.x, rank.epoch)
+            assert len({bool(rank.pair.takes(layer)) for rank in group}) == 1
+            yield True
+        for rank in group:
+            assert torch.equal(rank.x, expected[-1])
+            self.send(rank, shape.num_layers, rank.pair.outbox[-1])
+            self.send(rank, shape.num_layers + 1, rank.pair.ending)
+
+    def speculator(self, expected: list[Tensor]) -> Iterator[bool]:
+        group, shape = self.groups[1], self.shape
+
+        def has_arrived(slot: int) -> bool:
+            return all(int(rank.pair.arrived[slot]) >> 32 == rank.epoch for rank in group)
+
+        for layer in range(shape.num_layers + 1):
+            while layer == shape.num_layers and not has_arrived(layer):
+                yield False
+            if layer:
+                self.gather(group)
+                for rank in group:
+                    choose_x(rank.pair, layer, TIMEOUT_NS)
+                assert len({bool(rank.pair.takes(layer)) for rank in group}) == 1
+                while bool(group[0].pair.takes(layer)) and not has_arrived(layer):
+                    yield False
+                for rank in group:
+                    rank.take(layer)
+            if layer == shape.num_layers:
+                break
+            yield True
+            for rank in group:
+                rank.append(layer)
+                rank.x = post_attention(rank.x, layer, True)
+                store(rank.pair.written(layer), rank.x, rank.epoch)
+                self.send(rank, layer, rank.pair.outbox[layer])
+            yield True
+        while not has_arrived(shape.num_layers + 1):
+            yield False
+        for rank in group:
+            assert torch.equal(rank.x, expected[-1])
+            for layer, cache in enumerate(rank.caches):
+                replace_newest(rank.pair, layer, cache, rank.seq_lens)
+            await_ending(rank.pair, TIMEOUT_NS)
+            for cache, right in zip(rank.caches, self.groups[0][0].caches, strict=True):
+                assert torch.equal(cache.k, right.k)
+                assert torch.equal(cache.v, right.v)
+            assert torch.equal(rank.pair.hits, self.groups[0][0].pair.hits)
+
+    def step(self, verdicts: list[bool], haste: tuple[float, float]) -> None:
+        """Run one step. haste: how soon messages to the verifier and to the speculator are delivered."""
+        x = torch.randn(self.shape.batch_size, self.shape.hidden_size, device=self.device)
+        expected = [x]
+        for layer, accepted in enumerate(verdicts):
+            expected.append(post_attention(expected[-1], layer, accepted))
+        for rank in chain(*self.groups):
+            rank.x = x.clone()
+        running = [self.verifier(verdicts, expected), self.speculator(expected)]
+        alive = [True, True]
+        while any(alive):
+            index = self.rng.randrange(2)
+            if alive[index]:
+                alive[index] = next(running[index], None) is not None
+            for group, share in zip(self.groups, haste, strict=True):
+                for rank in group:
+                    # What nobody waits for may also arrive in the next step.
+                    if rank.link and (self.rng.random() < share or alive == [False, True]):
+                        self.deliver(rank)
+        for rank in chain(*self.groups):
+            assert not int(rank.pair.exchange.fault)
+            rank.pair.exchange.epoch.add_(1)
+
+
+SHAPES = [
+    pytest.param(PairShape(4, 1, 1, 40, 4, 2, 8), id="one rank"),
+    pytest.param(PairShape(3, 2, 2, 33, 4, 1, 12), id="two ranks"),
+]
+
+
+@pytest.mark.parametrize("num_steps", [12, pytest.param(400, marks=pytest.mark.full)])
+@pytest.mark.parametrize("haste", [(0.9, 0.9), (0.1, 0.9), (0.5, 0.1), (0.02, 0.5)], ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_right_x_whenever_messages_arrive(
+    device: torch.device, shape: PairShape, haste: tuple[float, float], num_steps: int
+) -> None:
+    """The verifier's x, the speculator's last x, caches and verdicts are right; both ways of getting x are used."""
+    pair = Pair(device, shape, seed=7)
+    for step in range(num_steps):
+        hit_rate = (0.0, 0.5, 0.8, 1.0)[step % 4]
+        pair.step([pair.rng.random() < hit_rate for _ in range(shape.num_layers)], haste)
+    taken = [group[0].taken for group in pair.groups]
+    assert taken[1] > 0
+    if haste[0] >= 0.5:
+        assert taken[0] > 0
+    assert taken[0] < num_steps * shape.num_layers
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_a_message_that_never_comes_is_a_fault() -> None:
+    _, (speculator,) = linked_pairs(torch.device("cuda"), PairShape(2, 1, 1, 32, 2, 1, 16))
+    await_ending(speculator, 10**6)
+    assert int(speculator.exchange.fault) == speculator.late_fault
+
+
+def test_buffers_of_both_groups_fit() -> None:
+    shape = PairShape(3, 2, 1, 24, 4, 2, 8, spec_parts=3, recall_blocks=5)
+    (verifier,), (speculator,) = linked_pairs(torch.device("cpu"), shape)
+    assert verifier.outbox.shape == speculator.inbox.shape
+    assert verifier.inbox.shape == speculator.outbox.shape
+    assert verifier.lists.shape == (3, 2, 2, 5)
+    assert verifier.hits.shape == (3, 2)
+    assert verifier.written(3).shape == (2, 24 + 2 * 2 * 8)
+    assert speculator.written(2).shape == (2, 24)
+    assert unpack_packets(verifier.written(0), 1).isnan().all()
+    assert (verifier.outbox[0, 0], speculator.outbox[0, 0]) == (-1, 0)
+    assert verifier.spec_output(64).spec_lse is verifier.spec_lse
