@@ -158,7 +158,9 @@ class LlamaConfig(Frozen):
         if name is None and not head:
             return dtype_name
         if name is not None and self.quantisation is None:
-            name += {"fp8": " (a scale for each row)", "int4": " (groups of 128)"}[name]
+            name = {
+                "fp8": "fp8 (a scale for each row)", "int4": "int4 (groups of 128)", "int4-g32": "int4 (groups of 32)",
+            }[name]  # fmt: skip
         name = f"{name or dtype_name}{head}"
         return name if self.packs_weights else f"{name}, dequantised to {dtype_name}"
 

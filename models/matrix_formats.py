@@ -80,7 +80,8 @@ def quantised_format(config: LlamaConfig, tp_size: int, name: str) -> KeptFormat
         return KeptFormat("fp8", columns)
     if config.weights == "auto":
         return None
-    sizes = [size for size in _GROUPS if columns % size == 0]
+    allowed = _GROUPS[-1:] if config.weights == "int4-g32" else _GROUPS
+    sizes = [size for size in allowed if columns % size == 0]
     if not sizes:
         raise UserError(
             f"weights: int4 needs inputs in groups of {_GROUPS[-1]}, a rank has {columns} of {name}; use fp8"

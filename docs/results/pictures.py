@@ -1,4 +1,4 @@
-"""Draw latency.png, needles.png, shapes.png and quality_bytes.png from the measured rows of this folder.
+"""Draw latency.png, needles.png, shapes.png, quality_bytes.png and link_map.png from the measured rows of this folder.
 
 Usage: `python docs/results/pictures.py [FOLDER]`; without a folder the pictures are written here.
 """
@@ -11,10 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+import torch
 from quality_tables import times_fewer
 from result_rows import HERE, REPORTED, read
 
+from alspec.latency_model import linked_step_us, tp_step_us
 from alspec.launch.plots import plot_quality, plot_shapes
+from alspec.launch.terminal.plan import link_costs, step_costs
+from alspec.models.llama_config import LlamaConfig
+from alspec.runtime.profiling.profile import forced_verdicts
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -34,12 +39,46 @@ def main() -> None:
     parser.add_argument("folder", type=Path, nargs="?", default=HERE)
     folder = parser.parse_args().folder
     latency(folder / "latency.png")
+    link_map(folder / "link_map.png", read("linked_pair.jsonl"))
     plot_shapes.draw(folder / "shapes.png", read("shapes.jsonl"), "decode attention over a bf16 cache, NVIDIA H200")
     quality_bytes(folder / "quality_bytes.png", read("quality_turboquant.jsonl"))
     needles = folder / "needles.png"
     plot_quality.draw(needles, needle_rows(read("quality_codecs.jsonl")))
     with Image.open(needles) as drawn:  # with a palette the file has a third of the bytes
         drawn.convert("RGB").quantize(64).save(needles, optimize=True)
+
+
+def link_map(picture: Path, rows: list[Row]) -> None:
+    """Draw how many times as fast as one GPU a pair over TCP is, over context and hit rate: predicted, and measured."""
+    config, dtype = LlamaConfig.from_shape("llama-3.1-8b"), torch.bfloat16
+    contexts = [2**power for power in range(13, 21)]
+    rates = [hits / config.num_layers for hits in range(config.num_layers // 2, config.num_layers + 1)]
+    gains = []
+    for rate in rates:
+        accepted = [bool(hit) for hit in forced_verdicts(config.num_layers, rate)]
+        alone_us = [tp_step_us(step_costs(config, 1, 1, dtype, context)) for context in contexts]
+        pair_us = [linked_step_us(link_costs(config, 1, dtype, context), accepted) for context in contexts]
+        gains.append([alone / pair for alone, pair in zip(alone_us, pair_us, strict=True)])
+    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    shares = [100 * rate for rate in rates]
+    shown = axes.contourf(contexts, shares, gains, levels=[0.8, 0.9, 1, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6], cmap="RdYlGn")
+    figure.colorbar(shown, label="times as fast as one GPU alone, predicted")
+    axes.contour(contexts, shares, gains, levels=[1.0], colors="black")
+    alone = {row["case"]["context"]: row["us"]["p50"] for row in rows if row["case"]["mode"] == "off"}
+    for row in rows:
+        case = row["case"]
+        if case["mode"] == "paired" and case["hit_rate"] >= rates[0]:
+            place = case["context"], 100 * case["hit_rate"]
+            axes.plot(*place, "k.")
+            gain = alone[case["context"]] / row["us"]["p50"]
+            axes.annotate(f"{gain:.2f}", place, textcoords="offset points", xytext=(4, -9), fontsize=8)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(contexts, [f"{context // 1024}K" for context in contexts])
+    axes.set_xlabel("tokens in the cache")
+    axes.set_ylabel("layers that accept, evenly spread, %")
+    axes.set_title("8B shape, bf16, 1 + 1 H200s over TCP; dots: measured (forced)", fontsize=10)
+    figure.savefig(picture, dpi=110)
+    plt.close(figure)
 
 
 def method_of(codec: str) -> str:

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from alspec.config import GenerateConfig, cache_name, check_softmax
 from alspec.error_bounds import high_probability_bound
-from alspec.latency_model import StepCosts, speculative_step_us, tp_step_us
+from alspec.latency_model import LinkCosts, StepCosts, linked_step_us, speculative_step_us, tp_step_us
 from alspec.models.checkpoint.source import model_config
 from alspec.models.llama import Shard
 from alspec.models.llama_config import LlamaConfig
@@ -19,9 +19,10 @@ from alspec.runtime.engine.composition import recalled_blocks
 from alspec.runtime.engine.drafting import check_rings, draft_model_config, round_size
 from alspec.runtime.engine.kept_weights import with_weights
 from alspec.runtime.engine.memory import DTYPES, GIB, check_max_context, plan_memory
+from alspec.runtime.profiling.profile import forced_verdicts
 from alspec.runtime.profiling.stats import step_bytes
 
-__all__ = ["print_plan", "step_costs"]
+__all__ = ["link_costs", "print_plan", "step_costs"]
 
 # Measured constants of captured steps: one request on H200s over peer memory (NVLink). Other transports and eager steps
 # take longer. Each constant names its source: rows in docs/results, by bench. tests/launch/test_plan.py compares every
@@ -42,6 +43,10 @@ VERDICT_US = 2.2  # decode_parts: sender 123.0 minus attention 120.9
 # decode_parts, receiver, over turbo4, where it varies least. If the whole attention is shorter, A~ comes no later than
 # its end.
 PREDICTOR_US = 9.7
+# Of a pair over TCP: fitted to linked_pair, all contexts and hit rates. A message takes this long one way.
+LINK_US = 90.0
+VERIFIER_US = 22.0  # of the verifier's layer, beside what a group alone takes
+SPECULATOR_US = 17.0  # of the speculator's layer, beside post- and pre-attention
 PREDICTED_HIT_RATE = 0.65  # lowest of the published range, 65 to 80 %
 MAX_RANKS = 16
 H200_GIB = 139  # as PyTorch reports it, minus 1 to 2 GiB that CUDA and NCCL take
@@ -89,6 +94,23 @@ def step_costs(
     )
 
 
+def link_costs(
+    config: LlamaConfig, tp_size: int, dtype: torch.dtype, context: int, kv_cache: str = "bf16", kv_protect: int = 0
+) -> LinkCosts:
+    """Predict the parts of one decode step of two groups of `tp_size` ranks over TCP."""
+    alone = step_costs(config, tp_size, 1, dtype, context, kv_cache, kv_protect)
+    width = config.num_qo_heads * config.head_dim
+    qkv = width + 2 * config.num_kv_heads * config.head_dim
+    pre_us = alone.layer_us * qkv / (qkv + width + 3 * config.intermediate_size)
+    return LinkCosts(
+        fixed_us=alone.fixed_us,
+        verifier_us=pre_us + alone.attention_us + VERIFIER_US,
+        post_us=alone.layer_us - pre_us,
+        speculator_us=alone.layer_us + SPECULATOR_US,
+        link_us=LINK_US,
+    )
+
+
 def print_plan(config: GenerateConfig) -> None:
     """Print a table over world sizes and modes on stdout.
 
@@ -112,7 +134,8 @@ def print_plan(config: GenerateConfig) -> None:
     check_rings(config, model, draft_model, context)
     table = Table(
         title=f"{context} tokens, {weights}, cache {cache_name(config)}; captured step over peer "
-        f"memory on H200s, {STREAM_BYTES_PER_S / 1e12:.1f} TB/s, paired at a hit rate of {PREDICTED_HIT_RATE:.2f}",
+        f"memory on H200s, {STREAM_BYTES_PER_S / 1e12:.1f} TB/s, paired at a hit rate of {PREDICTED_HIT_RATE:.2f}; "
+        "over TCP: a pair on two hosts, against one group alone",
         caption=_what_speculation_changes(config.speculation.threshold, model.num_layers)
         if rounds is None
         else f"memory with --draft {config.draft}, latency of plain steps",
@@ -122,22 +145,32 @@ def print_plan(config: GenerateConfig) -> None:
     worlds = {groups * tp_size for tp_size in model.valid_tp_sizes for groups in (1, 2)}
     for world_size in sorted(world for world in worlds if world <= MAX_RANKS):
         off_us = None
-        for mode, num_groups in (("off", 1), ("paired", 2)):
+        for mode, num_groups in (("off", 1), ("paired", 2), ("over TCP", 2)):
             tp_size = world_size // num_groups
             if world_size % num_groups or tp_size not in model.valid_tp_sizes:
                 continue
-            if mode == "paired" and (model.window_below(context) or rounds is not None):
+            if mode == "over TCP" and tp_size > 1:
+                continue  # not measured
+            if mode != "off" and (model.window_below(context) or rounds is not None):
                 continue
             if draft_model is not None and tp_size not in draft_model.valid_tp_sizes:
                 continue
             if config.kv_cache == "turbo-mixed" and tp_size >= model.num_kv_heads:
                 continue  # a rank would have one KV head; turbo-mixed needs two
-            codec, protect, shard = config.kv_cache, config.kv_protect, Shard(0, tp_size, 0, world_size)
-            recalled = recalled_blocks(config, mode)
+            codec, protect, shards = config.kv_cache, config.kv_protect, tp_size if mode == "over TCP" else world_size
+            shard = Shard(0, tp_size, 0, shards)
+            recalled = recalled_blocks(config, "off" if mode == "off" else "paired")
             kept = with_weights(config, model, tp_size, packs)
             plan = plan_memory(kept, shard, dtype, 1, context, codec, "cuda", protect, recalled, rounds)
             costs = step_costs(kept, world_size, num_groups, dtype, context, codec, protect)
-            step_us = tp_step_us(costs) if mode == "off" else speculative_step_us(costs, PREDICTED_HIT_RATE)
+            against = ""
+            if mode == "over TCP":
+                accepted = list(map(bool, forced_verdicts(model.num_layers, PREDICTED_HIT_RATE)))
+                step_us = linked_step_us(link_costs(kept, tp_size, dtype, context, codec, protect), accepted)
+                off_us = tp_step_us(step_costs(kept, tp_size, 1, dtype, context, codec, protect))
+                against = f" of {tp_size}"
+            else:
+                step_us = tp_step_us(costs) if mode == "off" else speculative_step_us(costs, PREDICTED_HIT_RATE)
             off_us = step_us if mode == "off" else off_us
             sizes = (plan.weights_bytes, plan.cache_bytes, plan.buffer_bytes)
             fits = sum(sizes) < H200_GIB * GIB
@@ -147,7 +180,7 @@ def print_plan(config: GenerateConfig) -> None:
                 str(tp_size),
                 *(f"{size / GIB:.2f}" for size in sizes),
                 f"{step_us / 1e3:.2f}" if fits else "does not fit",
-                f"{off_us / step_us:.2f}x" if mode != "off" and off_us is not None and fits else "-",
+                f"{off_us / step_us:.2f}x{against}" if mode != "off" and off_us is not None and fits else "-",
             ]
             table.add_row(*cells)
     Console(width=120).print(table)

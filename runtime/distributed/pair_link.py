@@ -57,11 +57,10 @@ class PairLink:
         """The host takes part in each message: on a CPU."""
         return self._streams is None
 
-    def warm_up(self, is_first: bool) -> None:
-        """Open both connections."""
-        token = torch.zeros(1, dtype=torch.int64, device=self._device)
-        send = partial(dist.broadcast, token, self._rank, group=self._out)
-        receive = partial(dist.broadcast, token, self._paired_rank, group=self._back)
+    def ping(self, message: Tensor, is_first: bool) -> None:
+        """Send a message to the paired rank and back, on the current stream; it opens the connections."""
+        send = partial(dist.broadcast, message, self._rank, group=self._out)
+        receive = partial(dist.broadcast, message, self._paired_rank, group=self._back)
         for call in (send, receive) if is_first else (receive, send):
             call()
 

@@ -252,16 +252,21 @@ class Transport:
         _gather(out.view(-1), tensor.contiguous().view(-1), group=self._pair)
         return out
 
-    def pair_link(self) -> PairLink:
-        """The connected link to the paired rank for fused steps; every rank of the job calls it."""
+    def pair_link(self, placement: Placement | None = None) -> PairLink:
+        """The connected link to the paired rank for fused steps; every rank of the job calls it.
+
+        Args:
+            placement: in two groups; by default that of the job.
+        """
         if self._pair_link is None:
-            placement, tp_size = self.placement, self.placement.tp_size
+            placement = placement or self.placement
+            tp_size = placement.tp_size
             # Every rank takes part in creating every group, in the same order.
             links = [[self._small_group([tp_rank, tp_rank + tp_size]) for _ in range(2)] for tp_rank in range(tp_size)]
             from_first, from_second = links[placement.tp_rank]
             out, back = (from_first, from_second) if placement.group == 0 else (from_second, from_first)
             self._pair_link = PairLink(out, back, placement.rank, placement.paired_rank, self.device)
-            self._pair_link.warm_up(placement.group == 0)
+            self._pair_link.ping(torch.zeros(1, dtype=torch.int64, device=self.device), placement.group == 0)
             self.synchronize()
         return self._pair_link
 

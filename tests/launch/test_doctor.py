@@ -244,7 +244,8 @@ def test_two_ranks_over_gloo_pass_and_write_a_row_each(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     lines = lines_of(done.stdout)
     assert list(lines) == list(CHECKS)
-    assert {name for name, (status, _) in lines.items() if status == "pass"} == {*ON_CPU, "Gloo"}
+    assert {name for name, (status, _) in lines.items() if status == "pass"} == {*ON_CPU, "Gloo", "pair link"}
+    assert re.search(r"48 KB to rank 1 in \d+ us, .+ GB/s", lines["pair link"][1])
     assert "all-reduce of 8 KB over 2 ranks right" in lines["Gloo"][1]
     written = json.loads((tmp_path / "out.json").read_text())
     assert written["world_size"] == 2
@@ -308,7 +309,7 @@ def test_a_rank_that_leaves_a_collective_is_named(how: str) -> None:
     done = torchrun(2, WORKER, f"{how}:1:Gloo", "--transport", "gloo", "--deadline", 6)
     assert time.monotonic() - started < 40
     assert done.returncode != 0
-    assert list(lines_of(done.stdout)) == list(CHECKS)[:-1]
+    assert list(lines_of(done.stdout)) == list(CHECKS)[: list(CHECKS).index("Gloo")]
     lines = exit_lines(done)
     assert lines
     for line in lines:
@@ -327,7 +328,7 @@ def test_one_rank_on_gpus_passes(examine: Examine) -> None:
     expected = {name: "pass" for name in ON_CPU + ON_GPU}
     expected["dependent launch"] = "pass" if capability >= (9, 0) else "skip"
     expected["links"] = "pass" if NUM_GPUS > 1 else "skip"
-    expected |= {name: "skip" for name in ("NCCL", "symmetric memory", "host memory", "Gloo")}
+    expected |= {name: "skip" for name in ("NCCL", "symmetric memory", "host memory", "Gloo", "pair link")}
     assert {name: status for name, (status, _) in lines.items()} == expected
     assert torch.cuda.get_device_name(0) in lines["GPUs"][1]
     if NUM_GPUS > 1:

@@ -10,13 +10,14 @@ import pytest
 import torch
 from paths import ROOT
 
-from alspec.latency_model import StepCosts, speculative_step_us, tp_step_us
+from alspec.latency_model import StepCosts, linked_step_us, speculative_step_us, tp_step_us
 from alspec.launch import generate
-from alspec.launch.terminal.plan import PREDICTED_HIT_RATE, step_costs
+from alspec.launch.terminal.plan import PREDICTED_HIT_RATE, link_costs, step_costs
 from alspec.models.demo import DEMO_CHECKPOINT
 from alspec.models.llama import Shard
 from alspec.models.llama_config import LlamaConfig
 from alspec.runtime.engine.memory import GIB, plan_memory
+from alspec.runtime.profiling.profile import forced_verdicts
 
 PART_NAMES = ("fixed", "layer", "attention", "sender", "receiver")
 STEP_TOLERANCE = 0.10  # for a whole step
@@ -32,6 +33,7 @@ STEPS = [
     and row["case"]["transport"] in (None, "symm")
     and row["case"]["shape"] not in ("half", "slice4", "smollm2")  # folders and files: rows have their names only
 ]
+LINKED = [json.loads(line) for line in (ROOT / "docs" / "results" / "linked_pair.jsonl").read_text().splitlines()]
 # The commits of the runs that constants come from, and a layer of another shape.
 PARTS = [
     row
@@ -67,6 +69,14 @@ def test_predicted_step_is_near_the_measured_one(row: dict[str, Any]) -> None:
     costs, hit_rate = predicted(row["case"]), row["case"]["hit_rate"]
     step_us = tp_step_us(costs) if row["case"]["mode"] == "off" else speculative_step_us(costs, hit_rate)
     assert step_us == pytest.approx(row["us"]["p50"], rel=STEP_TOLERANCE)
+
+
+@pytest.mark.parametrize("row", [row for row in LINKED if row["case"]["mode"] == "paired"], ids=name_of)
+def test_predicted_step_over_a_link_is_near_the_measured_one(row: dict[str, Any]) -> None:
+    config = LlamaConfig.from_shape(row["case"]["shape"])
+    costs = link_costs(config, row["case"]["world"] // 2, torch.bfloat16, row["case"]["context"])
+    accepted = [bool(hit) for hit in forced_verdicts(config.num_layers, row["case"]["hit_rate"])]
+    assert linked_step_us(costs, accepted) == pytest.approx(row["us"]["p50"], rel=STEP_TOLERANCE)
 
 
 @pytest.mark.parametrize("row", PARTS, ids=lambda row: f"{row['case']['shape']}-{row['case']['part']}")

@@ -109,7 +109,10 @@ def test_logits_of_two_ranks_with_packed_weights(name: str, family: str, tmp_pat
         close(logits[0], expected.flatten())
 
 
-@pytest.mark.parametrize(("case", "weights"), [("qwen3-biases", "fp8"), ("qwen2", "int4"), ("phi3-partial", "int4")])
+@pytest.mark.parametrize(
+    ("case", "weights"),
+    [("qwen3-biases", "fp8"), ("qwen2", "int4"), ("phi3-partial", "int4"), ("qwen3-biases", "int4-g32")],
+)
 @torch.no_grad()
 def test_a_model_that_is_quantised_as_it_is_read(case: str, weights: str, tmp_path: Path) -> None:
     """The same values packed and not; near those of the files; logits of transformers with these values."""
