@@ -40,7 +40,7 @@ class LogitExchange:
     fault: Tensor
     rank: int = 0  # among those that share the vocabulary
     world_size: int = 1
-    first_rank: int = 0  # of them, in the job; faults are reported under `first_rank + rank`
     packets: Tensor | None = None  # [B, world, rows] int64
     own_packets: Tensor | None = None  # as `packets`
     peers: Tensor | None = None  # [world or 2] int64
+    first_rank: int = 0  # of them, in the job; faults are reported under `first_rank + rank`

@@ -78,7 +78,7 @@ def build_exchanges(
     )
     logit_exchange = LogitExchange(
         torch.zeros(batch_size, rows, device=device), exchange.epoch, exchange.fault, shard.vocab_rank,
-        shard.vocab_shards, placement.rank - shard.vocab_rank,
+        shard.vocab_shards, first_rank=placement.rank - shard.vocab_rank,
     )  # fmt: skip
     if peer_memory is None or world_size == 1:
         assert pair_shape is None
