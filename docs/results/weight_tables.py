@@ -14,6 +14,7 @@ COLUMNS = {
     "`torch._scaled_mm`, FP8": ("fp8", "torch._scaled_mm"),
     "`torch._weight_int4pack_mm`": ("int4", "torch._weight_int4pack_mm"),
 }
+WEIGHTS = ("auto", "fp8", "int4", "int4-g32")
 MODELS = {"demo": "bundled model, trained in bf16"}
 
 
@@ -65,10 +66,13 @@ def weight_products(rows: list[dict[str, Any]]) -> str:
 
 
 def weight_quality(rows: list[dict[str, Any]]) -> str:
-    """A line for each model: bits per byte as published, and with `--weights`."""
-    found = {(row["case"]["model"], row["case"].get("weights", "auto")): row["value"] for row in rows}
+    """A line for each model and cache: bits per byte as published, and with `--weights`."""
+    found: dict[tuple[str, str], dict[str, float]] = {}
+    for row in rows:
+        case = row["case"]
+        found.setdefault((case["model"], case["codec"]), {})[case.get("weights") or "auto"] = row["value"]
     lines = [
-        [MODELS.get(model, model), *(f"{found[model, each]:.4f}" for each in ("auto", "fp8", "int4"))]
-        for model in dict.fromkeys(model for model, _ in found)
+        [MODELS.get(model, model), codec, *(f"{values[each]:.4f}" if each in values else "" for each in WEIGHTS)]
+        for (model, codec), values in found.items()
     ]
-    return table(["model", "as published", "FP8", "INT4"], lines)
+    return table(["model", "cache", "as published", "FP8", "INT4", "INT4, groups of 32"], lines)
