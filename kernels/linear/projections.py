@@ -525,6 +525,7 @@ def gate_up_silu(
     eps: float,
     gate: Tensor | None = None,
     bias: Tensor | None = None,
+    like_gated: bool = False,
 ) -> None:
     """`silu(gate) * up` of the normalised input. Oracle: `gate_up_silu_ref`.
 
@@ -535,11 +536,13 @@ def gate_up_silu(
         weight: [2 I, K], gate first, quantised with stride I.
         out: [B, I], written.
         bias: [2 I].
+        like_gated: without a gate, the bits that a launch with one gives.
     Capture: graph-safe; allocates nothing.
     """
     batch_size, num_inputs = x_norm.shape
-    width = inputs_at_once(batch_size, num_inputs, x_norm.itemsize, gate is not None)
-    rows, steps, num_warps = tile_settings(weight, x_norm, out.shape[1], 2, gate is not None)
+    closes = gate is not None or like_gated
+    width = inputs_at_once(batch_size, num_inputs, x_norm.itemsize, closes)
+    rows, steps, num_warps = tile_settings(weight, x_norm, out.shape[1], 2, closes)
     num_tiles = out.shape[1] // rows
     num_programs = num_programs_on(num_tiles, 4 * PROGRAMS_PER_SM if gate is not None else 0, x_norm.device)
     operands, constants = packed_arguments(weight)

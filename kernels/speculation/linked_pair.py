@@ -6,7 +6,7 @@ post-attention, on `A~` after an accept and on `A` after a reject. Group 1, the 
 and comes from accepted `A~`s alone, the verifier takes it and skips post-attention; otherwise it computes the same bits
 itself. So the text does not depend on when messages arrive, and no layer waits for the link.
 
-    verifier     -> speculator   slot l: x of layer l (l = 0: nothing), the layer's k and v, the last rejected layer
+    verifier     -> speculator   slot l: x in front of layer l (l > 0), its k and v (l < L), the last rejected layer
     speculator   -> verifier     slot l: x of layer l + 1, and from which layer on its x is the verifier's: the *base*
 
 After a reject of layer r, x of the speculator is wrong from layer r + 1 on. When it learns of r, it waits for the x of
@@ -16,6 +16,7 @@ step, as all others are: those of the verifier are right.
 Both groups sample the next token from the same x, so no token travels. Recall lists and verdicts follow the last slot.
 
 A message is a slot of int64: a header, then LL packets (ll_packets.py), which the kernel that computes a value writes.
+Their epochs are not read: what has arrived is noted in `arrived`.
 Transport sends the slots of a step in order; `note_arrival` then stores a packet in `arrived`.
 
 Shapes: B requests, L layers, Hq and Hkv this rank's query and KV heads, D head_dim, N cache capacity, T ranks of a
@@ -73,7 +74,7 @@ class LinkedPair:
     counts: Tensor  # [T] int32: arrived messages of each rank of the group, if there are several
     progress: Tensor  # [1] int32: the verifier's last rejected layer, or -1; the speculator's base
     gates: Tensor  # [3, L + 1, GATE_STRIDE] int32: see the properties; the first word of each row is the gate
-    # [P, B, Hq, D] and [P, B, Hq] int64: the verifier's A~ and its lse in parts, for the sums alone
+    # [P, B, Hq, D] and [P, B, Hq] int64: where the verifier's attention stores A~, which nothing reads
     spec_out: Tensor
     spec_lse: Tensor
     sums: Tensor  # [T, B, R, 2] fp32: dist2 and norm2 of parts of heads, from each rank of the group
@@ -96,7 +97,7 @@ class LinkedPair:
         return cls(
             shape, exchange, group, paired_rank, outbox, inbox,
             arrived=new(len(inbox) + 1, dtype=torch.int64),
-            arrival_epoch=torch.ones_like(exchange.epoch),
+            arrival_epoch=exchange.epoch.clone(),
             counts=new(shape.tp_size, dtype=torch.int32),
             progress=new(1, dtype=torch.int32),
             gates=new(3, layers + 1, GATE_STRIDE, dtype=torch.int32),
@@ -335,6 +336,8 @@ def _choose_x_kernel(
     rejected = tl.where(count > 0, tl.load(newest, volatile=True).to(tl.int32), -1)
     base = tl.where(layer == 1, 0, tl.load(progress_ptr))
     takes = rejected >= base
+    if header_ptr is None:
+        takes = takes | True  # also where nothing was rejected: both groups compute logits of the same bits
     base = tl.where(takes, layer, base)
     tl.store(progress_ptr, base)
     tl.store(takes_ptr, takes.to(tl.int32))
@@ -344,7 +347,7 @@ def _choose_x_kernel(
 
 def choose_x(pair: LinkedPair, layer: int, timeout_ns: int) -> None:
     """The speculator chooses in front of layer 1 .. L whether it goes on with its own x: if no reject since its base
-    is known. Behind the last layer it waits, at most `timeout_ns`, for the verifier's last message.
+    is known. Behind the last layer it waits, at most `timeout_ns`, for the verifier's last message, and takes its x.
 
     Writes the layer's gate `takes`, the base, and the header of its next message.
 
@@ -360,7 +363,10 @@ def choose_x(pair: LinkedPair, layer: int, timeout_ns: int) -> None:
     set_l1_carveout(compiled)
 
 
-@triton.jit(do_not_specialize=["timeout_ns", "code", "message_packets"], do_not_specialize_on_alignment=["arrived_ptr"])
+@triton.jit(
+    do_not_specialize=["timeout_ns", "code", "message_packets", "next_packets"],
+    do_not_specialize_on_alignment=["arrived_ptr"],
+)
 def _take_x_kernel(
     packets_ptr,  # [B, message_packets] int64
     arrived_ptr,  # [1] int64
@@ -368,10 +374,12 @@ def _take_x_kernel(
     gamma_ptr,  # [HIDDEN]
     x_norm_ptr,  # [B, HIDDEN]
     squares_ptr,  # [B, S] fp32
+    next_ptr,  # [B, next_packets] int64, or None: x of the next message
     takes_ptr,  # [1] int32
     epoch_ptr,  # [1] int32
     fault_ptr,  # [1] int32
     message_packets,
+    next_packets,
     timeout_ns,
     code,
     HIDDEN: tl.constexpr,
@@ -397,6 +405,8 @@ def _take_x_kernel(
     packets = tl.load(
         packets_ptr + request.to(tl.int64) * message_packets + channels, mask=inside, other=0, volatile=True
     )
+    if next_ptr is not None:
+        tl.store(next_ptr + request.to(tl.int64) * next_packets + channels, packets, mask=inside)
     x = packets.to(tl.int32).to(tl.float32, bitcast=True) + tl.sum(has_arrived, 0)  # NaN if it has not arrived
     write_residual(x, request * HIDDEN + channels, inside, gamma, x_ptr, x_norm_ptr, squares_ptr, request)
 
@@ -412,9 +422,12 @@ def take_x(
     Capture: graph-safe; allocates nothing.
     """
     packets, exchange = pair.received(slot), pair.exchange
+    # The verifier passes x on, so that each of its messages has the right one.
+    following = pair.written(slot + 1) if pair.verifies else None
     compiled = jit_launch(_take_x_kernel, (num_square_sums(x.shape[1]), x.shape[0]))(
-        packets, pair.arrived[slot:], x, gamma, x_norm, square_sums, pair.takes(slot), exchange.epoch,
-        exchange.fault, packets.shape[1], timeout_ns, pair.late_fault, HIDDEN=x.shape[1], BLOCK=BLOCK, num_warps=1,
+        packets, pair.arrived[slot:], x, gamma, x_norm, square_sums, following, pair.takes(slot), exchange.epoch,
+        exchange.fault, packets.shape[1], 0 if following is None else following.shape[1], timeout_ns, pair.late_fault,
+        HIDDEN=x.shape[1], BLOCK=BLOCK, num_warps=1,
         **pdl_options(x.device),
     )  # fmt: skip
     set_l1_carveout(compiled)

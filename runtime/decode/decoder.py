@@ -133,9 +133,10 @@ class LaunchContext:
     mlp_gate: Tensor | None = None
     pre_attention_gate: Tensor | None = None
     verdict: Tensor | None = None  # [1] int64: packet with the verdict on the A~ that this rank computes on
-    # [B, M] int64: where the paired rank reads this layer's k and v, and the next layer's x.
+    # [B, M] int64: where the paired rank reads this layer's k and v, and the next layer's x; over a link, what is sent.
     inbox: Tensor | None = None
     next_inbox: Tensor | None = None
+    like_gated: bool = False  # the bits of launches with gates, as the other group has them
 
 
 @dataclass
@@ -252,7 +253,7 @@ class Decoder:
         )
         gate_up_silu(
             buffers.x_norm, buffers.square_sums, weights.gate_up, buffers.mlp, self.config.rms_norm_eps, mlp_gate,
-            weights.gate_up_bias,
+            weights.gate_up_bias, branch.like_gated,
         )  # fmt: skip
         self._row_parallel(
             2 * layer + 1, buffers.mlp, weights.down, weights.down_bias, next_norm, branch, mlp_gate, next_gate,

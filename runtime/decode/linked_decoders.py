@@ -4,8 +4,8 @@
     pre-attention       k, v -> its message          choose, take     from layer 1 on: its own x, or the verifier's
     attention           A, A~, dist2, norm2          pre-attention
     decide              verdict; is x here?          attention        A~ alone
-    settle              x of the speculator, or A~   post-attention   x -> its message
-    post-attention      [if x was not taken]
+    take                x of the speculator          post-attention   x -> its message
+    post-attention      [if x was not taken] on A~ or A
 
 Source: ALSpec; there, groups change roles after each hit, and each layer waits for one message.
 """
@@ -21,6 +21,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from alspec.interrupts import interrupts_wait
 from alspec.kernels.attention.decode.lean_decode import SpecOutput
 from alspec.kernels.attention.dispatch import attend
 from alspec.kernels.attention.recall import choose_recall_lists
@@ -53,7 +54,7 @@ class LinkedDecoder(Decoder):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._no_sums = torch.zeros_like(self.pair.own_sums)  # not written
+        self._no_sums = torch.zeros_like(self.pair.own_sums)  # a launch for A~ alone takes, but does not write them
 
     def begin(self, token_ids: list[int], seq_lens: list[int]) -> None:
         """As `Decoder`; no block is recalled yet."""
@@ -64,15 +65,16 @@ class LinkedDecoder(Decoder):
     @contextmanager
     def launching(self) -> Iterator[None]:
         """Receive the messages of the step beside it. On a CPU they are expected before it, on a GPU launched after."""
-        self.link.mark()
-        if self.link.is_eager:
-            self.link.receive_step(self._messages())
-        yield
-        if not self.link.is_eager:
-            self.link.receive_step(self._messages())
+        with interrupts_wait():  # the messages of a step are sent and received all, or none
+            self.link.mark()
+            if self.link.is_eager:
+                self.link.receive_step(self._messages())
+            yield
+            if not self.link.is_eager:
+                self.link.receive_step(self._messages())
 
     def release(self) -> None:
-        """Wait for the messages of all steps."""
+        """On a CPU: wait for the messages of all steps. On a GPU, that is to synchronise."""
         self.link.release()
 
     def _messages(self) -> list[Expected]:
@@ -104,7 +106,7 @@ class LinkedDecoder(Decoder):
 
 @dataclass
 class Verifier(LinkedDecoder):
-    """The group whose text it is. It waits for nothing."""
+    """The group whose text it is. No layer of it waits for a message."""
 
     def run_layers(self, operation: OperationHook) -> None:
         """As `Decoder`, with a verdict behind each attention; messages leave when they are written."""
@@ -181,7 +183,7 @@ class Speculator(LinkedDecoder):
             self._choose(self.config.num_layers)
 
     def _branch(self, layer: int) -> LaunchContext:
-        return LaunchContext(self.exchange, self.all_reduce, next_inbox=self.pair.written(layer))
+        return LaunchContext(self.exchange, self.all_reduce, next_inbox=self.pair.written(layer), like_gated=True)
 
     def attention(self, layer: int) -> None:
         """`A~` in place of attention."""

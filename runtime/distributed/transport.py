@@ -20,6 +20,8 @@ __all__ = ["NOTICE_S", "TIMEOUT", "PairMessage", "Transport", "agent_hosts_store
 
 # Longer than any normal wait; the heartbeat ends a job with a dead rank much earlier.
 TIMEOUT = timedelta(seconds=600)
+# A message may be expected while a user thinks: the heartbeat, not NCCL, ends a job with a dead rank.
+LINK_TIMEOUT = timedelta(days=7)
 NOTICE_S = 10.0  # ranks that wait longer than this for others print a notice
 
 # The server ends with the last store of this process, but other ranks may already be connected for their next engine.
@@ -278,7 +280,7 @@ class Transport:
             options.config.max_ctas = 1
             # No thread block clusters: a cluster starts only if one GPC has free SMs for all of its blocks.
             options.config.cga_cluster_size = 0
-        group: dist.ProcessGroup = dist.new_group(ranks, pg_options=options)
+        group: dist.ProcessGroup = dist.new_group(ranks, timeout=LINK_TIMEOUT, pg_options=options)
         return group
 
     def first_reason(self, reason: str) -> str:

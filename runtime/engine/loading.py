@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 import torch
+import triton
 
 from alspec.config import EngineConfig
 from alspec.kernels.kv_codec.turboquant.rotation import rotation
@@ -72,6 +73,10 @@ def agreed_settings(config: EngineConfig, model: LlamaConfig, choices: Choices) 
     chosen: dict[str, Any] = {"resolved transport": choices.candidates[0] if choices.candidates else choices.backend}
     chosen |= {"resolved mode": choices.mode, "resolved dtype": choices.dtype_name}
     chosen |= {f"the model's {name}": value for name, value in model.model_dump(mode="json").items()}
+    if choices.placement.is_linked and choices.device.type == "cuda":
+        # Both groups compute the same numbers, bit for bit.
+        chosen["GPU"] = torch.cuda.get_device_name(choices.device)
+        chosen |= {"torch version": torch.__version__, "triton version": triton.__version__}
     if choices.placement.world_size > 1:
         for name, source in (("model", config), ("draft model", draft_model_source(config))):
             if source is not None and source.random_weights is None:

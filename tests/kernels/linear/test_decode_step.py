@@ -26,7 +26,9 @@ from alspec.kernels.attention.oracles import (
 from alspec.kernels.comm.exchange import Exchange, LogitExchange
 from alspec.kernels.comm.ll_packets import BAD_NUMBERS, LATE_PACKET, fault_code, split_fault, unpack_packets
 from alspec.kernels.common.jit_launch import num_sms
+from alspec.kernels.linear import projections
 from alspec.kernels.linear.gemv_tile import inputs_at_once
+from alspec.kernels.linear.packed_tile import tile_settings
 from alspec.kernels.linear.projections import gate_up_silu, qkv_rope_append
 from alspec.kernels.linear.push import lm_head, push_partial
 from alspec.kernels.norm.residual import embed_norm, num_square_sums, reduce_norm
@@ -299,6 +301,25 @@ def test_an_open_gate_changes_no_bit(device: torch.device, gate: int, dtype: tor
         found.append((q, k, v, out, exchange.packets))
     assert all(torch.equal(plain, gated) for plain, gated in zip(*found, strict=True))
     assert not any(each.isnan().any() for each in found[1][:4])
+
+
+def test_long_rows_have_the_tiles_of_a_gated_launch_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One group of a linked pair has gates, the other has none, and both must get the same bits of x."""
+    device, chosen = torch.device("cpu"), []
+
+    def recorded(*args: Any) -> tuple[int, int, int]:
+        chosen.append(tile_settings(*args))
+        return chosen[-1]
+
+    monkeypatch.setattr(projections, "tile_settings", recorded)
+    x_norm, squares = stream(device, torch.float32, 1, 4096)
+    weight, opened = normal(device, torch.float32, 64, 4096), torch.ones(1, dtype=torch.int32)
+    found = [nan(device, torch.float32, 1, 32) for _ in range(3)]
+    gate_up_silu(x_norm, squares, weight, found[0], EPS, opened)
+    gate_up_silu(x_norm, squares, weight, found[1], EPS, like_gated=True)
+    gate_up_silu(x_norm, squares, weight, found[2], EPS)
+    assert chosen[0] == chosen[1] != chosen[2]
+    assert torch.equal(found[0], found[1])
 
 
 @pytest.mark.parametrize("hidden", [96, 1152])

@@ -95,7 +95,7 @@ class Rank:
         is_taken = bool(self.pair.takes(layer))
         take_x(self.pair, layer, self.x, self.gamma, self.x_norm, self.squares, TIMEOUT_NS)
         if is_taken:
-            self.taken += 1
+            self.taken += layer < self.pair.shape.num_layers
             torch.testing.assert_close(self.x_norm, self.x * self.gamma)
             torch.testing.assert_close(self.squares.sum(1), self.x.square().sum(1))
         return is_taken
@@ -162,6 +162,9 @@ class Pair:
                 if not rank.take(layer):
                     rank.x = post_attention(rank.x, layer, verdicts[layer])
                     store(rank.pair.written(layer + 1)[:, : shape.hidden_size], rank.x, rank.epoch)
+            for rank in group:
+                sent = rank.pair.written(layer + 1)[:, : shape.hidden_size]
+                assert torch.equal(unpack_packets(sent, rank.epoch), expected[layer + 1])
             assert len({bool(rank.pair.takes(layer)) for rank in group}) == 1
             yield True
         for rank in group:

@@ -348,7 +348,7 @@ def pair(capability: int, tp_size: int, batch_size: int) -> dict[str, Any]:
     } | pdl  # fmt: skip
     arrivals = {"SLOTS": 33, "SLOTS_PAD": 64, "T": tp_size}
     slots: dict[str, Any] = dict.fromkeys(["takes_ptr", "computes_ptr", "predicts_ptr", "progress_ptr"], "*i32")
-    slots |= dict.fromkeys(["arrived_ptr", "header_ptr", "packets_ptr"], "*i64") | {"counts_ptr": "*i32"}
+    slots |= dict.fromkeys(["arrived_ptr", "header_ptr", "packets_ptr", "next_ptr"], "*i64") | {"counts_ptr": "*i32"}
     newest = {"HIDDEN": hidden, "HKV": kv_heads, "D": 128, "BLOCK": 256}
     decide = judged | {"T_PAD": tp_size}
 
@@ -369,7 +369,8 @@ def pair(capability: int, tp_size: int, batch_size: int) -> dict[str, Any]:
         "linked, decide": compiled(linked_pair._decide_kernel, judged | arrivals | {"forced_ptr": None}, **slots),
         "linked, choose": compiled(linked_pair._choose_x_kernel, arrivals | pdl, **slots),
         "linked, choose, last": compiled(linked_pair._choose_x_kernel, arrivals | pdl | {"header_ptr": None}, **slots),
-        "linked, take": compiled(linked_pair._take_x_kernel, only_channels, **slots),
+        "linked, take": compiled(linked_pair._take_x_kernel, only_channels | {"next_ptr": None}, **slots),
+        "linked, take and pass on": compiled(linked_pair._take_x_kernel, only_channels, **slots),
         "linked, note": compiled(linked_pair._note_arrival_kernel, {"IS_LAST": True}, **slots),
         "linked, replace": compiled(linked_pair._replace_newest_kernel, newest | no_tail, 2, **slots),
         "linked, replace, quantised": compiled(linked_pair._replace_newest_kernel, newest | into_tail, 2, **slots),
