@@ -70,7 +70,7 @@ SETTINGS = [
     pytest.param(Setting("turbo4", "sas", 0.02, ALL_MODES, PAIRED), marks=pytest.mark.full),
     pytest.param(Setting("turbo2", "exact", 0.03, ALL_MODES, PAIRED), marks=pytest.mark.full),
     pytest.param(MIXED, marks=pytest.mark.full),
-    Setting("turboquant3", "exact", 0.03, ALL_MODES, PAIRED, protect=1),
+    pytest.param(Setting("turboquant3", "exact", 0.03, ALL_MODES, PAIRED, protect=1), marks=pytest.mark.full),
     Setting("hybrid-k4v2", "exact", 0.03, ALL_MODES, PAIRED),
 ]
 
