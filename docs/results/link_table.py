@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from result_rows import provenance, table
+from result_rows import provenance, table, times_as_fast
 
 SOCKETS = "`NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 NCCL_NET=Socket NCCL_SOCKET_IFNAME=lo`"
 
@@ -29,11 +29,6 @@ def against_one(rows: list[dict[str, Any]]) -> str:
             pairs.setdefault(row["case"]["hit_rate"], {})[row["case"]["context"]] = row
     lines = [["one GPU alone", *(f"{row['tokens_per_s']:.0f}" for row in alone.values())]]
     for hit_rate, found in sorted(pairs.items()):
-        cells = [f"{found[at]['tokens_per_s']:.0f} ({gain(alone[at], found[at])})" for at in alone]
+        cells = [f"{found[at]['tokens_per_s']:.0f} ({times_as_fast(alone[at], found[at])})" for at in alone]
         lines.append([f"1 + 1, {hit_rate:.0%} of the layers accept", *cells])
     return table(["", *(f"{context} tokens" for context in alone)], lines)
-
-
-def gain(base: dict[str, Any], row: dict[str, Any]) -> str:
-    """How many times as fast as `base`, by medians."""
-    return f"{base['us']['p50'] / row['us']['p50']:.2f}x"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from result_rows import REPORTED, read, table
+from result_rows import REPORTED, read, table, times_as_fast
 
 __all__ = ["attention_at_a_glance", "speculation_at_a_glance", "steps_at_a_glance"]
 
@@ -31,7 +31,7 @@ def _with_share(row: Row | None) -> str:
 
 
 def _speedup(base: Row | None, row: Row | None) -> str:
-    return f"{base['us']['p50'] / row['us']['p50']:.2f}x" if base and row else ""
+    return times_as_fast(base, row) if base and row else ""
 
 
 def steps_at_a_glance() -> str:

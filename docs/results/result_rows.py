@@ -30,6 +30,11 @@ def table(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
+def times_as_fast(base: dict[str, Any], row: dict[str, Any]) -> str:
+    """How many times as fast as `base` a row is, by medians."""
+    return f"{base['us']['p50'] / row['us']['p50']:.2f}x"
+
+
 def provenance(*rows: dict[str, Any]) -> str:
     """The paragraph with hardware, version and commands of rows; several commands are folded away."""
     row = rows[0]

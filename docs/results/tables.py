@@ -22,7 +22,7 @@ from quality_tables import (
 )
 from readme_tables import attention_at_a_glance, speculation_at_a_glance, steps_at_a_glance
 from recall_tables import recall, short_costs, short_hits
-from result_rows import HERE, PARTS, provenance, read, table
+from result_rows import HERE, PARTS, provenance, read, table, times_as_fast
 from round_table import against_plain, rounds, with_texts
 from shape_table import shapes
 from speculation_tables import short_speculation, speculation
@@ -278,7 +278,7 @@ def against_off(title: str, rows: list[dict[str, Any]], parts: list[dict[str, An
 
 def speedup(base: dict[str, Any], row: dict[str, Any]) -> str:
     """How many times as fast as `base`; marked if the two are from different commits."""
-    return f"{base['us']['p50'] / row['us']['p50']:.2f}x" + ("" if base["commit"] == row["commit"] else "\\*")
+    return times_as_fast(base, row) + ("" if base["commit"] == row["commit"] else "\\*")
 
 
 def predicted_us(parts: dict[str, dict[str, Any]], hit_rate: float) -> float:

@@ -18,7 +18,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from alspec.kernels.attention.decode.lean_decode import RecallBuffers, SpecOutput
 from alspec.kernels.attention.dispatch import CacheLayer, KVLayer
-from alspec.kernels.comm.ll_packets import wait_packets
+from alspec.kernels.comm.exchange import Exchange
+from alspec.kernels.comm.ll_packets import store_packets, wait_packets
 from alspec.kernels.comm.pair_state import PairState
 from alspec.kernels.common.jit_launch import jit_launch, pdl_options, set_l1_carveout
 from alspec.kernels.kv_codec.flashq.record import TOKENS, to_int8
@@ -26,7 +27,15 @@ from alspec.kernels.kv_codec.quantised_layer import PER_HEAD
 from alspec.kernels.norm.residual import BLOCK as RESIDUAL_BLOCK
 from alspec.kernels.norm.residual import num_square_sums, write_residual
 
-__all__ = ["pair_spec_output", "newest_offset", "cache_args", "receive_handover", "receive_residual", "store_message"]
+__all__ = [
+    "cache_args",
+    "launch_receive_residual",
+    "newest_offset",
+    "pair_spec_output",
+    "receive_handover",
+    "receive_residual",
+    "store_message",
+]
 
 BLOCK = 32  # packets of one program, one for each thread
 
@@ -226,19 +235,21 @@ def receive_handover(
     set_l1_carveout(compiled)
 
 
-@triton.jit(do_not_specialize=["timeout_ns", "code"])
+@triton.jit(do_not_specialize=["timeout_ns", "code"], do_not_specialize_on_alignment=["inbox_ptr", "next_ptr"])
 def _receive_residual_kernel(
-    inbox_ptr,  # [B, M] int64: row L of the inbox
+    inbox_ptr,  # [B, message_packets] int64
     x_ptr,  # [B, HIDDEN] fp32
     gamma_ptr,  # [HIDDEN]
     x_norm_ptr,  # [B, HIDDEN]
     squares_ptr,  # [B, S] fp32
+    next_ptr,  # [B, next_packets] int64, or None
     epoch_ptr,  # [1] int32
     fault_ptr,  # [1] int32
     gate_ptr,  # [1] int32
     timeout_ns,
     code,
     message_packets,
+    next_packets,
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -258,6 +269,8 @@ def _receive_residual_kernel(
     ptrs = inbox_ptr + request.to(tl.int64) * message_packets + channels
     x = wait_packets(ptrs, inside, epoch, timeout_ns, fault_ptr, code + tl.zeros_like(channels))
     x = tl.where(inside, x, 0.0)
+    if next_ptr is not None:
+        store_packets(next_ptr + request.to(tl.int64) * next_packets + channels, x, epoch, inside)
     write_residual(x, request * HIDDEN + channels, inside, gamma, x_ptr, x_norm_ptr, squares_ptr, request)
 
 
@@ -270,10 +283,37 @@ def receive_residual(
         As `reduce_norm`; x is overwritten. Waits at most `timeout_ns` for each packet.
     Capture: graph-safe; allocates nothing.
     """
-    shape, exchange = pair.shape, pair.exchange
-    compiled = jit_launch(_receive_residual_kernel, (num_square_sums(shape.hidden_size), shape.batch_size))(
-        pair.own.inbox[-1], x, gamma, x_norm, square_sums, exchange.epoch, exchange.fault, pair.is_receiver,
-        timeout_ns, pair.late_fault(shape.num_layers + 1), shape.message_packets, HIDDEN=shape.hidden_size,
-        BLOCK=RESIDUAL_BLOCK, num_warps=1, **pdl_options(x.device),
+    code = pair.late_fault(pair.shape.num_layers + 1)
+    launch_receive_residual(
+        pair.own.inbox[-1], x, gamma, x_norm, square_sums, pair.exchange, pair.is_receiver, timeout_ns, code
+    )
+
+
+def launch_receive_residual(
+    packets: Tensor,
+    x: Tensor,
+    gamma: Tensor,
+    x_norm: Tensor,
+    square_sums: Tensor,
+    exchange: Exchange,
+    gate: Tensor,
+    timeout_ns: int,
+    code: int,
+    following: Tensor | None = None,
+) -> None:
+    """Receive x from packets of this step, and compute the inputs of the next norm.
+
+    Args:
+        packets: [B, M] int64, M >= hidden; the first ones of each request are x.
+        x, gamma, x_norm, square_sums: as in `reduce_norm`; x is overwritten.
+        gate: [1] int32; 0 skips everything.
+        timeout_ns, code: longest wait for a packet, and the fault after it.
+        following: [B, M] int64; its first packets become x, to be sent on.
+    Capture: graph-safe; allocates nothing.
+    """
+    compiled = jit_launch(_receive_residual_kernel, (num_square_sums(x.shape[1]), x.shape[0]))(
+        packets, x, gamma, x_norm, square_sums, following, exchange.epoch, exchange.fault, gate, timeout_ns, code,
+        packets.shape[1], 0 if following is None else following.shape[1], HIDDEN=x.shape[1], BLOCK=RESIDUAL_BLOCK,
+        num_warps=1, **pdl_options(x.device),
     )  # fmt: skip
     set_l1_carveout(compiled)

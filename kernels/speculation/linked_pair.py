@@ -16,8 +16,7 @@ step, as all others are: those of the verifier are right.
 Both groups sample the next token from the same x, so no token travels. Recall lists and verdicts follow the last slot.
 
 A message is a slot of int64: a header, then LL packets (ll_packets.py), which the kernel that computes a value writes.
-Their epochs are not read: what has arrived is noted in `arrived`.
-Transport sends the slots of a step in order; `note_arrival` then stores a packet in `arrived`.
+The slots of a step are sent in order. When one has arrived, `note_arrival` stores a packet in `arrived`.
 
 Shapes: B requests, L layers, Hq and Hkv this rank's query and KV heads, D head_dim, N cache capacity, T ranks of a
 group, R (dist2, norm2) pairs per request, S sums of squares of each request, M = hidden + 2 Hkv D packets.
@@ -41,8 +40,7 @@ from alspec.kernels.comm.ll_packets import LATE_PACKET, fault_code, pack_packets
 from alspec.kernels.comm.pair_state import GATE_STRIDE, PairShape
 from alspec.kernels.common.jit_launch import jit_launch, pdl_options, set_l1_carveout
 from alspec.kernels.kv_codec.quantised_layer import PER_HEAD
-from alspec.kernels.norm.residual import BLOCK, num_square_sums, write_residual
-from alspec.kernels.speculation.handover import cache_args, store_message
+from alspec.kernels.speculation.handover import cache_args, launch_receive_residual, store_message
 from alspec.kernels.speculation.roles import add_sums, request_verdicts, squared_threshold
 
 __all__ = [
@@ -150,7 +148,7 @@ class LinkedPair:
         return lists.view(shape.num_layers, shape.batch_size, shape.num_kv_heads, shape.recall_blocks)
 
     def spec_output(self, chunk_size: int, recall: RecallBuffers | None = None) -> SpecOutput:
-        """Where the verifier's attention writes `A~` and the sums."""
+        """Return where the verifier's attention writes `A~` and the sums."""
         lse = self.spec_lse if self.shape.spec_parts > 1 else None
         return SpecOutput(chunk_size, self.spec_out, self.own_sums, self.exchange.epoch, lse, recall)
 
@@ -319,37 +317,33 @@ def _choose_x_kernel(
 ):
     """Grid [1]."""
     if PDL:
-        # Later kernels start only when this one has waited: they would take the SM that receives the message.
-        if header_ptr is not None:
-            gdc_launch_dependents()
         gdc_wait()
     epoch = tl.load(epoch_ptr)
     if header_ptr is None:
-        wait_packets(
-            arrived_ptr + layer + tl.arange(0, 1), tl.full([1], True, tl.int1), epoch, timeout_ns, fault_ptr,
-            code + tl.zeros([1], tl.int32),
-        )  # fmt: skip
-        count = layer + 1
+        takes = layer > 0  # always, so that both groups compute logits of the same bits
     else:
         count = _least_count(arrived_ptr, counts_ptr, epoch, SLOTS, SLOTS_PAD, T)
-    newest = inbox_ptr + tl.maximum(count - 1, 0).to(tl.int64) * slot_size
-    rejected = tl.where(count > 0, tl.load(newest, volatile=True).to(tl.int32), -1)
-    base = tl.where(layer == 1, 0, tl.load(progress_ptr))
-    takes = rejected >= base
-    if header_ptr is None:
-        takes = takes | True  # also where nothing was rejected: both groups compute logits of the same bits
-    base = tl.where(takes, layer, base)
-    tl.store(progress_ptr, base)
-    tl.store(takes_ptr, takes.to(tl.int32))
-    if header_ptr is not None:
+        newest = inbox_ptr + tl.maximum(count - 1, 0).to(tl.int64) * slot_size
+        rejected = tl.where(count > 0, tl.load(newest, volatile=True).to(tl.int32), -1)
+        base = tl.where(layer == 1, 0, tl.load(progress_ptr))
+        takes = rejected >= base
+        base = tl.where(takes, layer, base)
+        tl.store(progress_ptr, base)
         tl.store(header_ptr, base.to(tl.int64))
+    tl.store(takes_ptr, takes.to(tl.int32))
+    one = tl.arange(0, 1)
+    wait_packets(arrived_ptr + layer + one, (one == 0) & takes, epoch, timeout_ns, fault_ptr, code + one)
+    if PDL:
+        # Not earlier: later kernels would take the SM that receives the message.
+        gdc_launch_dependents()
 
 
 def choose_x(pair: LinkedPair, layer: int, timeout_ns: int) -> None:
-    """The speculator chooses in front of layer 1 .. L whether it goes on with its own x: if no reject since its base
-    is known. Behind the last layer it waits, at most `timeout_ns`, for the verifier's last message, and takes its x.
+    """The speculator chooses whether it goes on with its own x in front of layer 1 .. L - 1: if it knows of no reject
+    since its base. In front of the final norm, layer L, it never does.
 
-    Writes the layer's gate `takes`, the base, and the header of its next message.
+    Writes the layer's gate `takes`, the base, and the header of its next message. Then it waits, at most `timeout_ns`,
+    for the message that has the verifier's x, if that is taken.
 
     Capture: graph-safe; allocates nothing.
     """
@@ -363,74 +357,23 @@ def choose_x(pair: LinkedPair, layer: int, timeout_ns: int) -> None:
     set_l1_carveout(compiled)
 
 
-@triton.jit(
-    do_not_specialize=["timeout_ns", "code", "message_packets", "next_packets"],
-    do_not_specialize_on_alignment=["arrived_ptr"],
-)
-def _take_x_kernel(
-    packets_ptr,  # [B, message_packets] int64
-    arrived_ptr,  # [1] int64
-    x_ptr,  # [B, HIDDEN] fp32
-    gamma_ptr,  # [HIDDEN]
-    x_norm_ptr,  # [B, HIDDEN]
-    squares_ptr,  # [B, S] fp32
-    next_ptr,  # [B, next_packets] int64, or None: x of the next message
-    takes_ptr,  # [1] int32
-    epoch_ptr,  # [1] int32
-    fault_ptr,  # [1] int32
-    message_packets,
-    next_packets,
-    timeout_ns,
-    code,
-    HIDDEN: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """BLOCK channels of one request. Grid [HIDDEN / BLOCK, B]."""
-    request = tl.program_id(1)
-    channels = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = channels < HIDDEN
-    gamma = tl.load(gamma_ptr + channels, mask=inside, other=0.0).to(tl.float32)
-    epoch = tl.load(epoch_ptr)
-    if PDL:
-        gdc_wait()
-    if tl.load(takes_ptr) == 0:
-        if PDL:
-            gdc_launch_dependents()  # not before it has waited: see `_choose_x_kernel`
-        return
-    has_arrived = wait_packets(
-        arrived_ptr + tl.arange(0, 1), tl.full([1], True, tl.int1), epoch, timeout_ns, fault_ptr,
-        code + tl.zeros([1], tl.int32),
-    )  # fmt: skip
-    packets = tl.load(
-        packets_ptr + request.to(tl.int64) * message_packets + channels, mask=inside, other=0, volatile=True
-    )
-    if next_ptr is not None:
-        tl.store(next_ptr + request.to(tl.int64) * next_packets + channels, packets, mask=inside)
-    x = packets.to(tl.int32).to(tl.float32, bitcast=True) + tl.sum(has_arrived, 0)  # NaN if it has not arrived
-    write_residual(x, request * HIDDEN + channels, inside, gamma, x_ptr, x_norm_ptr, squares_ptr, request)
-
-
 def take_x(
     pair: LinkedPair, slot: int, x: Tensor, gamma: Tensor, x_norm: Tensor, square_sums: Tensor, timeout_ns: int
 ) -> None:
-    """Take the paired rank's x from a slot; wait at most `timeout_ns` for it.
+    """Take the paired rank's x from a slot, whose message has arrived. Gate: `takes`.
 
     Args:
-        slot: the layer. The verifier takes x behind it, the speculator in front of it. Gate: `takes`.
+        slot: the layer. The verifier takes x behind it, the speculator in front of it.
         x, gamma, x_norm, square_sums: as in `reduce_norm`.
+        timeout_ns: longest wait for a packet.
     Capture: graph-safe; allocates nothing.
     """
-    packets, exchange = pair.received(slot), pair.exchange
     # The verifier passes x on, so that each of its messages has the right one.
     following = pair.written(slot + 1) if pair.verifies else None
-    compiled = jit_launch(_take_x_kernel, (num_square_sums(x.shape[1]), x.shape[0]))(
-        packets, pair.arrived[slot:], x, gamma, x_norm, square_sums, following, pair.takes(slot), exchange.epoch,
-        exchange.fault, packets.shape[1], 0 if following is None else following.shape[1], timeout_ns, pair.late_fault,
-        HIDDEN=x.shape[1], BLOCK=BLOCK, num_warps=1,
-        **pdl_options(x.device),
+    launch_receive_residual(
+        pair.received(slot), x, gamma, x_norm, square_sums, pair.exchange, pair.takes(slot), timeout_ns,
+        pair.late_fault, following,
     )  # fmt: skip
-    set_l1_carveout(compiled)
 
 
 @triton.jit(do_not_specialize=["timeout_ns", "code"], do_not_specialize_on_alignment=["arrived_ptr"])

@@ -14,6 +14,7 @@ from alspec.latency_model import LinkCosts, StepCosts, linked_step_us, speculati
 from alspec.models.checkpoint.source import model_config
 from alspec.models.llama import Shard
 from alspec.models.llama_config import LlamaConfig
+from alspec.models.matrix_formats import matrices_of
 from alspec.runtime.cache.codecs import bytes_per_token, check_codec, check_window, fit_heads, kept_tokens
 from alspec.runtime.engine.composition import recalled_blocks
 from alspec.runtime.engine.drafting import check_rings, draft_model_config, round_size
@@ -43,10 +44,10 @@ VERDICT_US = 2.2  # decode_parts: sender 123.0 minus attention 120.9
 # decode_parts, receiver, over turbo4, where it varies least. If the whole attention is shorter, A~ comes no later than
 # its end.
 PREDICTOR_US = 9.7
-# Of a pair over TCP: fitted to linked_pair, all contexts and hit rates. A message takes this long one way.
-LINK_US = 90.0
-VERIFIER_US = 22.0  # of the verifier's layer, beside what a group alone takes
-SPECULATOR_US = 17.0  # of the speculator's layer, beside post- and pre-attention
+# The next three constants were fitted to all rows of linked_pair, because parts of a pair over TCP were not measured.
+LINK_US = 90.0  # one message, one way
+VERIFIER_US = 22.0  # the verifier's layer takes this much longer than that of a group alone
+SPECULATOR_US = 17.0  # the speculator's layer takes this much longer than its post- and pre-attention
 PREDICTED_HIT_RATE = 0.65  # lowest of the published range, 65 to 80 %
 MAX_RANKS = 16
 H200_GIB = 139  # as PyTorch reports it, minus 1 to 2 GiB that CUDA and NCCL take
@@ -99,9 +100,8 @@ def link_costs(
 ) -> LinkCosts:
     """Predict the parts of one decode step of two groups of `tp_size` ranks over TCP."""
     alone = step_costs(config, tp_size, 1, dtype, context, kv_cache, kv_protect)
-    width = config.num_qo_heads * config.head_dim
-    qkv = width + 2 * config.num_kv_heads * config.head_dim
-    pre_us = alone.layer_us * qkv / (qkv + width + 3 * config.intermediate_size)
+    sizes = {name: matrix.rows * matrix.columns for name, matrix in matrices_of(config, tp_size).items()}
+    pre_us = alone.layer_us * sizes["qkv"] / sum(sizes.values())
     return LinkCosts(
         fixed_us=alone.fixed_us,
         verifier_us=pre_us + alone.attention_us + VERIFIER_US,

@@ -153,7 +153,7 @@ class CapturedStep:
 
     @property
     def exchange(self) -> Exchange:
-        """Of the group: its epoch and fault word are those of all work on the cache."""
+        """The group's exchange. Other passes over the same cache share its epoch and its fault word."""
         return self._decoder.exchange
 
     @property

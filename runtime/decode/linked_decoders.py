@@ -109,18 +109,14 @@ class Verifier(LinkedDecoder):
     """The group whose text it is. No layer of it waits for a message."""
 
     def run_layers(self, operation: OperationHook) -> None:
-        """As `Decoder`, with a verdict behind each attention; messages leave when they are written."""
-        for layer in range(self.config.num_layers):
-            with operation("pre_attention", layer):
-                self.pre_attention(layer)
-                self.link.send(self.pair.outbox[layer])
-            with operation("attention", layer):
-                self.attention(layer)
-            with operation("verdict", layer):
-                self._decide(layer)
-            with operation("post_attention", layer):
-                self.post_attention(layer)
+        """As `Decoder`; at the end x leaves in a message of its own."""
+        super().run_layers(operation)
         self.link.send(self.pair.outbox[-1])
+
+    def pre_attention(self, layer: int, branch: LaunchContext | None = None) -> None:
+        """As `Decoder`; then the layer's message is complete and leaves."""
+        super().pre_attention(layer, branch)
+        self.link.send(self.pair.outbox[layer])
 
     def _branch(self, layer: int) -> LaunchContext:
         pair, gate = self.pair, self.pair.computes(layer)
@@ -129,7 +125,7 @@ class Verifier(LinkedDecoder):
         )
 
     def attention(self, layer: int) -> None:
-        """Attention, and beside it `A~` and the sums for the verdict."""
+        """Attention with `A~` and the sums; the verdict; what post-attention computes on, or x in its place."""
         buffers, cache, speculation = self.buffers, self.cache, self.speculation
         attend(
             buffers.q, cache.layers[layer], cache.lengths(layer), cache.sm_scale, cache.workspace(layer),
@@ -137,6 +133,7 @@ class Verifier(LinkedDecoder):
             self.pair.spec_output(speculation.chunk_size, speculation.recall_buffers(layer)),
             prefetch_before_wait=not cache.is_ring(layer),
         )  # fmt: skip
+        self._decide(layer)
 
     def _decide(self, layer: int) -> None:
         buffers, pair, speculation = self.buffers, self.pair, self.speculation
@@ -152,7 +149,6 @@ class Verifier(LinkedDecoder):
     def logits(self) -> None:
         """As `Decoder`; beside it, send verdicts and the recall lists of the next step."""
         pair, recall, speculation = self.pair, self.speculation.recall, self.speculation
-        pair.hits.copy_(speculation.hits)
         if recall is not None:
             choose_recall_lists(recall, self.buffers.seq_lens, speculation.chunk_size, lists=recall.lists)
             pair.lists.copy_(recall.lists)
@@ -167,20 +163,21 @@ class Speculator(LinkedDecoder):
     """The group that computes on `A~` alone, ahead of the verifier."""
 
     def run_layers(self, operation: OperationHook) -> None:
-        """As `Decoder`, each layer from its own x or the verifier's; at the end the right x."""
-        for layer in range(self.config.num_layers):
-            if layer > 0:
-                with operation("choose", layer):
-                    self._choose(layer)
-            with operation("pre_attention", layer):
-                self.pre_attention(layer)
-            with operation("attention", layer):
-                self.attention(layer)
-            with operation("post_attention", layer):
-                self.post_attention(layer)
-                self.link.send(self.pair.outbox[layer])
+        """As `Decoder`; then x is the verifier's."""
+        super().run_layers(operation)
         with operation("agree", self.config.num_layers):
             self._choose(self.config.num_layers)
+
+    def pre_attention(self, layer: int, branch: LaunchContext | None = None) -> None:
+        """As `Decoder`, on its own x or the verifier's; both begin with the embedding."""
+        if layer > 0:
+            self._choose(layer)
+        super().pre_attention(layer, branch)
+
+    def post_attention(self, layer: int, branch: LaunchContext | None = None) -> None:
+        """As `Decoder`; then the layer's message is complete and leaves."""
+        super().post_attention(layer, branch)
+        self.link.send(self.pair.outbox[layer])
 
     def _branch(self, layer: int) -> LaunchContext:
         return LaunchContext(self.exchange, self.all_reduce, next_inbox=self.pair.written(layer), like_gated=True)
@@ -193,8 +190,6 @@ class Speculator(LinkedDecoder):
         """Take the verifier's x in front of a layer where its own may be wrong."""
         buffers, pair, last = self.buffers, self.pair, layer == self.config.num_layers
         gamma = self.weights.final_norm if last else self.weights.layers[layer].input_norm
-        if last:
-            self.link.await_message(layer)
         self._agree()
         choose_x(pair, layer, STEP_TIMEOUT_NS)
         if self.link.is_eager and bool(pair.takes(layer)):
@@ -203,7 +198,7 @@ class Speculator(LinkedDecoder):
 
     def logits(self) -> None:
         """Logits as the verifier has them. Beside them, its k and v, verdicts and recall lists are stored."""
-        pair, speculation, recall = self.pair, self.speculation, self.speculation.recall
+        pair, recall = self.pair, self.speculation.recall
         with self.link.beside():
             for layer, cache in enumerate(self.cache.layers):
                 replace_newest(pair, layer, cache, self.buffers.seq_lens)
@@ -211,7 +206,6 @@ class Speculator(LinkedDecoder):
         self.link.await_message(len(pair.inbox))
         await_ending(pair, STEP_TIMEOUT_NS)
         self.link.join()
-        speculation.hits.copy_(pair.hits)
         if recall is not None:
-            recall.lists.copy_(pair.lists)
+            recall.lists.copy_(pair.lists)  # not in place: the next lists may arrive while these are read
         self.cache.compact()

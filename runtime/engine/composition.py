@@ -242,6 +242,7 @@ def build_captured_step(
     else:
         placement = transport.placement
         linked = LinkedPair.allocate(shape, exchange, placement.group, placement.paired_rank)
+        state.hits = linked.hits  # the verifier's verdicts travel as they are
         decoder = (Verifier if linked.verifies else Speculator)(*common, state, linked, transport.pair_link())
     return CapturedStep(decoder, state, cache.max_context, uses_graph, operation)
 

@@ -24,7 +24,6 @@ _OPERATIONS = {
     "norm_rope_append": "pre_attention",
     "update_roles": "handover",
     "choose_x": "handover",
-    "take_x": "handover",
     "await_ending": "handover",
     "replace_newest": "handover",
     "note_arrival": "message",  # on streams of their own, like NCCL's kernels of the link

@@ -178,16 +178,23 @@ class Pair:
         def has_arrived(slot: int) -> bool:
             return all(int(rank.pair.arrived[slot]) >> 32 == rank.epoch for rank in group)
 
+        base = 0
+
+        def must_take(layer: int) -> bool:
+            """The last layer rejected, as far as all ranks know, is not in front of the base; or it is the last x."""
+            count = sum(map(has_arrived, range(shape.num_layers + 1)))
+            headers = group[0].pair.inbox[:, 0].tolist()
+            return layer == shape.num_layers or (count > 0 and headers[count - 1] >= base)
+
         for layer in range(shape.num_layers + 1):
-            while layer == shape.num_layers and not has_arrived(layer):
-                yield False
             if layer:
+                while must_take(layer) and not has_arrived(layer):
+                    yield False  # on a GPU the kernel waits, and nobody would deliver
                 self.gather(group)
                 for rank in group:
                     choose_x(rank.pair, layer, TIMEOUT_NS)
-                assert len({bool(rank.pair.takes(layer)) for rank in group}) == 1
-                while bool(group[0].pair.takes(layer)) and not has_arrived(layer):
-                    yield False
+                    assert bool(rank.pair.takes(layer)) is must_take(layer)
+                base = layer if must_take(layer) else base
                 for rank in group:
                     rank.take(layer)
             if layer == shape.num_layers:

@@ -363,14 +363,13 @@ def pair(capability: int, tp_size: int, batch_size: int) -> dict[str, Any]:
         "receive_handover, in parts, quantised": compiled(
             handover._receive_handover_kernel, in_parts | into_tail, 4, **spec_types
         ),
-        "receive_residual": compiled(handover._receive_residual_kernel, only_channels),
+        "receive_residual": compiled(handover._receive_residual_kernel, only_channels | {"next_ptr": None}),
         "decide": compiled(roles._decide_kernel, decide | {"forced_ptr": None}),
         "decide, forced": compiled(roles._decide_kernel, decide),
         "linked, decide": compiled(linked_pair._decide_kernel, judged | arrivals | {"forced_ptr": None}, **slots),
         "linked, choose": compiled(linked_pair._choose_x_kernel, arrivals | pdl, **slots),
         "linked, choose, last": compiled(linked_pair._choose_x_kernel, arrivals | pdl | {"header_ptr": None}, **slots),
-        "linked, take": compiled(linked_pair._take_x_kernel, only_channels | {"next_ptr": None}, **slots),
-        "linked, take and pass on": compiled(linked_pair._take_x_kernel, only_channels, **slots),
+        "receive_residual, sent on": compiled(handover._receive_residual_kernel, only_channels, **slots),
         "linked, note": compiled(linked_pair._note_arrival_kernel, {"IS_LAST": True}, **slots),
         "linked, replace": compiled(linked_pair._replace_newest_kernel, newest | no_tail, 2, **slots),
         "linked, replace, quantised": compiled(linked_pair._replace_newest_kernel, newest | into_tail, 2, **slots),
