@@ -167,7 +167,7 @@ class EngineConfig(Schema):
         "else host (pinned memory) on one host, else nccl; gloo on CPU",
     )
     cuda_graph: Literal["auto", "on", "off"] = Field(
-        default="auto", description="replay a captured decode step; auto: on GPUs, for up to 8 requests"
+        default="auto", description="replay a captured decode step; auto: on GPUs, for up to 32 requests (8 of a pair)"
     )
     dtype: ShortDType | None = Field(
         default=None, description="type of weights and cache; default: the checkpoint's type on GPUs, fp32 on CPU"

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from alspec.config import ChoiceConfig, HitRate, LatencyConfig, SamplingConfig, cache_name, check_softmax
 from alspec.errors import AlspecError, UserError
-from alspec.kernels.common.limits import MAX_BATCH
+from alspec.kernels.common.limits import max_batch
 from alspec.launch.latency_rounds import check_rounds, rounds_table, sweep_rounds
 from alspec.launch.plots.plot_latency import draw
 from alspec.launch.terminal.display import StatusLine
@@ -153,8 +153,9 @@ def _check(config: LatencyConfig) -> None:
         raise UserError("flags: --speculation: not used by latency; use --modes instead")
     if "paired" not in _modes(config) and any(rate != "real" for rate in config.hit_rates):
         raise UserError("flags: --hit-rates: forced rates need --modes paired; otherwise leave --hit-rates out")
-    if config.batch > MAX_BATCH:
-        raise UserError(f"flags: --batch: a captured step serves up to {MAX_BATCH} requests, found {config.batch}")
+    most = min(map(max_batch, _modes(config)))
+    if config.batch > most:
+        raise UserError(f"flags: --batch: a captured step serves up to {most} requests, found {config.batch}")
     check_picture("flags: --plot", config.plot)
     for name in ("rows", "json_file", "trace"):
         check_writable(f"flags: --{name.removesuffix('_file')}", getattr(config, name))

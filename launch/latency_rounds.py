@@ -51,7 +51,7 @@ def sweep_rounds(
     notify(engine.take_notices() if is_first else [])
     step, rows = engine.decode_step, []
     if config.acceptances != ("real",) and not isinstance(step, CapturedRoundStep):
-        raise UserError("flags: --acceptances: forced shares need the fused kernels, which serve up to 16 rows on GPUs")
+        raise UserError("flags: --acceptances: forced shares need captured rounds: up to 128 rows on GPUs")
     status.show("preparing")
     prepare(engine, config.sampling)
     for acceptance in config.acceptances:

@@ -455,7 +455,7 @@ class Llama:
         self.weights = weights
         self._group = group
         # Room for one packed matrix at a time, in the dtype of activations; `unpacked`: that of another model.
-        self._unpacked = _room_for_unpacked(weights) if unpacked is None else unpacked
+        self.unpacked = _room_for_unpacked(weights) if unpacked is None else unpacked
         self._linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear
         self.inv_freq = config.inv_freq().to(weights.embedding.device)
         # Factors of cosines and sines, or None; channels that are not rotated have none.
@@ -500,13 +500,13 @@ class Llama:
         """Return a model of the first `num_layers` layers (or all, if there are fewer) that shares these weights."""
         layers = self.weights.layers[:num_layers]
         config = self.config.model_copy(update={"num_layers": len(layers)})
-        return Llama(config, replace(self.weights, layers=layers), self._group, self._unpacked)
+        return Llama(config, replace(self.weights, layers=layers), self._group, self.unpacked)
 
     def _product(self, x: Tensor, weight: Tensor | DecodeWeight, bias: Tensor | None) -> Tensor:
         """`x W^T + bias` through the library, of a packed weight on its values in the dtype of x."""
         if isinstance(weight, DecodeWeight):
-            assert self._unpacked is not None
-            room = self._unpacked[: weight.shape[0] * weight.shape[1]].view(weight.shape)
+            assert self.unpacked is not None
+            room = self.unpacked[: weight.shape[0] * weight.shape[1]].view(weight.shape)
             if room.is_cuda:
                 unpack_weight(weight, room)
             else:

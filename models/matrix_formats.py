@@ -26,6 +26,7 @@ __all__ = [
     "KeptFormat",
     "Matrix",
     "kept_format",
+    "largest_product",
     "head_bytes",
     "matrices_of",
     "num_packed",
@@ -159,6 +160,11 @@ def unpacked_numbers(config: LlamaConfig, tp_size: int) -> int:
     """Most numbers of a packed matrix that are unpacked at once."""
     layers = max(matrix.rows * matrix.columns for matrix in matrices_of(config, tp_size).values())
     return max(layers, PIECE_NUMBERS if packs_head(config) else 0)
+
+
+def largest_product(config: LlamaConfig, tp_size: int, head_rows: int) -> int:
+    """Most rows of a rank's matrices, with its `head_rows` of the LM head: numbers of the widest product of a token."""
+    return max(head_rows, *(matrix.rows for matrix in matrices_of(config, tp_size).values()))
 
 
 def quantised_head(weight: Tensor, config: LlamaConfig) -> Tensor | DecodeWeight:

@@ -33,12 +33,12 @@ def against_plain(rows: list[dict[str, Any]]) -> str:
         step_ms, round_ms = step["us"]["p50"] / 1e3, row["us"]["p50"] / 1e3
         lines.append(
             [
-                _drafter(row), str(case["draft_tokens"]), _option(row, "--weights") or "bf16", place[2], str(place[3]),
+                _drafter(row), str(case["draft_tokens"]), str(case["batch"]), _option(row, "--weights") or "bf16", place[2], str(place[3]),
                 f"{acceptance:.0%}", f"{step_ms:.2f}", f"{round_ms:.2f} ({round_ms / step_ms:.2f}x)",
                 f"{row['tokens_per_round']:.2f}", _gain(step, row),
             ]
         )  # fmt: skip
-    head = ["drafter", "K", "weights", "cache", "tokens", "accepted (forced)", "plain step, ms", "round, ms"]
+    head = ["drafter", "K", "requests", "weights", "cache", "tokens", "accepted (forced)", "plain step, ms", "round, ms"]
     return table([*head, "tokens a round", "tokens/s"], lines)
 
 
@@ -74,9 +74,9 @@ def _plain_and_rounds(rows: list[dict[str, Any]], is_real: bool) -> tuple[Found,
 
 
 def _place(row: dict[str, Any]) -> tuple[Any, ...]:
-    """What a plain step and a round have in common: ranks, weights, cache, context and model."""
+    """What a plain step and a round have in common: ranks, weights, cache, context, model and requests."""
     case = row["case"]
-    return case["world"], _option(row, "--weights"), case["kv_cache"], case["context"], case["shape"]
+    return case["world"], _option(row, "--weights"), case["kv_cache"], case["context"], case["shape"], case["batch"]
 
 
 def _drafter(row: dict[str, Any]) -> str:

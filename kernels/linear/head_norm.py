@@ -1,7 +1,7 @@
 """RMSNorm of each query and key head, then RoPE and cache append: the second half of a QKV projection with such norms.
 
 A norm needs a whole head, and the projection divides a head over many programs. So the projection stores its products
-in fp32, and this kernel has a program for each head.
+in fp32, and this kernel has a program for each head. Without norms it follows a product of the library.
 
 Shapes: B requests, K hidden size, Hq and Hkv this rank's query and KV heads, D head_dim, N cache capacity.
 """
@@ -24,7 +24,7 @@ __all__ = ["norm_rope_append"]
 @triton.jit(do_not_specialize_on_alignment=[*PER_HEAD, "inbox_ptr"])
 def _norm_rope_append_kernel(
     raw_ptr,  # [B, (Hq + 2 Hkv) D] fp32
-    q_norm_ptr,  # [D]
+    q_norm_ptr,  # [D], or None: heads are not normalised
     k_norm_ptr,  # [D]
     rope_ptr,  # [B, 2, D / 2] fp32: cosine, sine at the new token's position
     seq_lens_ptr,  # [B] int32, with the new token
@@ -52,9 +52,10 @@ def _norm_rope_append_kernel(
     head, request = tl.program_id(0), tl.program_id(1)
     channels = tl.arange(0, HALF_PAD)
     mask = channels < HALF
-    norm_ptrs = tl.where(head < HQ, q_norm_ptr, k_norm_ptr) + channels  # unused for v
-    norm_first = tl.load(norm_ptrs, mask=mask, other=0.0).to(tl.float32)
-    norm_second = tl.load(norm_ptrs + HALF, mask=mask, other=0.0).to(tl.float32)
+    if q_norm_ptr is not None:
+        norm_ptrs = tl.where(head < HQ, q_norm_ptr, k_norm_ptr) + channels  # unused for v
+        norm_first = tl.load(norm_ptrs, mask=mask, other=0.0).to(tl.float32)
+        norm_second = tl.load(norm_ptrs + HALF, mask=mask, other=0.0).to(tl.float32)
     if PDL:
         gdc_wait()
         # Not before the wait, as in the projection: attention reads lengths and older tokens as soon as it starts.
@@ -65,10 +66,11 @@ def _norm_rope_append_kernel(
     row = request + tl.zeros_like(channels)
     ptrs = raw_ptr + (row * (HQ + 2 * HKV) + head) * D + channels
     first, second = tl.load(ptrs, mask=mask, other=0.0), tl.load(ptrs + HALF, mask=mask, other=0.0)
-    if head < HQ + HKV:
-        scale = rstd(tl.sum(first * first + second * second, 0) / D, eps)
-        first *= scale * norm_first
-        second *= scale * norm_second
+    if q_norm_ptr is not None:
+        if head < HQ + HKV:
+            scale = rstd(tl.sum(first * first + second * second, 0) / D, eps)
+            first *= scale * norm_first
+            second *= scale * norm_second
     tail_scale = load_tail_scale(tail_scale_ptr, row, head, HQ, HKV, 1, ROWS, mask)
     store_qkv(
         first, second, row, head, channels, rope_ptr, seq_lens_ptr, q_ptr, k_ptr, v_ptr, tail_ptr, tail_scale,
@@ -78,8 +80,8 @@ def _norm_rope_append_kernel(
 
 def norm_rope_append(
     raw: Tensor,
-    q_norm: Tensor,
-    k_norm: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
     rope: Tensor,
     seq_lens: Tensor,
     q: Tensor,
@@ -99,7 +101,7 @@ def norm_rope_append(
 
     Args:
         raw: [B, (Hq + 2 Hkv) D] fp32, of `qkv_rope_append`.
-        q_norm, k_norm: [D].
+        q_norm, k_norm: [D], both or none.
         hidden_size: K, packets of an inbox before the new keys.
         Others as `qkv_rope_append`.
     Capture: graph-safe; allocates nothing.

@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from alspec.kernels.common.device import INTERPRETED
-from alspec.kernels.common.limits import MAX_ROWS
+from alspec.kernels.common.limits import MAX_FUSED_ROWS
 from alspec.kernels.linear.decode_weight import K_BLOCK as INPUTS_OF_K_BLOCK
 from alspec.kernels.linear.decode_weight import TILE_ROWS, DecodeWeight, block_lines
 from alspec.kernels.linear.mma_tile import (
@@ -72,8 +72,8 @@ def tile_settings(
     """
     if not isinstance(weight, DecodeWeight):
         return tile_of(x.shape[0], x.shape[1], weight.itemsize, num_rows, matrices, closes)
-    if x.itemsize != 2 or x.shape[0] > MAX_ROWS:
-        raise ValueError(f"x: expected up to {MAX_ROWS} rows of 16-bit numbers, found {len(x)} of {x.dtype}")
+    if x.itemsize != 2 or x.shape[0] > MAX_FUSED_ROWS:
+        raise ValueError(f"x: expected up to {MAX_FUSED_ROWS} rows of 16-bit numbers, found {len(x)} of {x.dtype}")
     warps = num_warps(weight.format, len(weight.data))
     return TILE_ROWS // matrices, _chunk_k_blocks(weight.shape[1], weight.format, weight.group, warps), warps
 

@@ -36,11 +36,11 @@ from alspec.kernels.linear.packed_tile import (
     tile_settings,
 )
 
-__all__ = ["lm_head", "push_partial"]
+__all__ = ["add_row_bias", "lm_head", "push_partial", "push_sums"]
 
 
 @triton.jit
-def _push_sums(
+def push_sums(
     y, rows, request, mask, out_ptr, bases, epoch, fault, fault_ptr, reduce_index, rank, code, out_width,
     B: tl.constexpr, PEERS: tl.constexpr, SOURCES: tl.constexpr, PUSH: tl.constexpr,
 ):  # fmt: skip
@@ -57,7 +57,7 @@ def _push_sums(
 
 
 @triton.jit
-def _add_row_bias(y, bias_ptr, rows, num_rows):
+def add_row_bias(y, bias_ptr, rows, num_rows):
     """Add the biases of `rows`, if there are any."""
     if bias_ptr is not None:
         y += tl.load(bias_ptr + rows, mask=rows < num_rows, other=0.0).to(tl.float32)
@@ -75,8 +75,8 @@ def _push_tile(
         y = dot(w, load_inputs(x_ptr, request, K, KP))
         if squares_ptr is not None:
             y *= rstd_of(squares_ptr, request, eps, K, S, SP)
-        y = _add_row_bias(y, bias_ptr, rows, num_rows)
-        _push_sums(
+        y = add_row_bias(y, bias_ptr, rows, num_rows)
+        push_sums(
             y, rows, request, rows < num_rows, out_ptr, bases, epoch, fault, fault_ptr, reduce_index, rank, code,
             out_width, B, PEERS, SOURCES, PUSH,
         )  # fmt: skip
@@ -160,8 +160,8 @@ def _push_partial_kernel(
                 )  # fmt: skip
             for i in tl.static_range(len(sums)):
                 row, lane_request = first + row_of_lane + i % 4 // 2 * 8, request + (i // 4 * 8 + i % 2)
-                y = _add_row_bias(sums[i], bias_ptr, row, num_rows)
-                _push_sums(
+                y = add_row_bias(sums[i], bias_ptr, row, num_rows)
+                push_sums(
                     y, row, lane_request, (row < num_rows) & (lane_request < B), out_ptr, bases, epoch, fault,
                     fault_ptr, reduce_index, rank, code, out_width, B, PEERS, SOURCES, PUSH,
                 )  # fmt: skip

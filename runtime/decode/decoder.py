@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import ClassVar
 
@@ -27,8 +27,7 @@ from alspec.kernels.attention.recall import RecallState
 from alspec.kernels.comm.exchange import Exchange, LogitExchange
 from alspec.kernels.linear.decode_weight import DecodeWeight
 from alspec.kernels.linear.head_norm import norm_rope_append
-from alspec.kernels.linear.projections import gate_up_silu, qkv_rope_append
-from alspec.kernels.linear.push import lm_head, push_partial
+from alspec.kernels.linear.products import FusedProducts, Products
 from alspec.kernels.norm.residual import embed_norm, num_square_sums, reduce_norm
 from alspec.kernels.sampling.next_token import collect_logits, num_candidates
 from alspec.models.llama import LlamaWeights
@@ -152,6 +151,7 @@ class Decoder:
     logit_exchange: LogitExchange
     all_reduce: Callable[[Tensor], Tensor]  # sums `exchange.partial` over the group if there are no packets
     all_gather: Callable[[Tensor], Tensor]  # [B, rows] of each rank -> [world, B, rows], if there are no packets
+    products: Products = field(default_factory=FusedProducts, kw_only=True)
 
     first_timeout_ns: ClassVar[int] = STEP_TIMEOUT_NS  # of the first all-reduce
     spare_sms: ClassVar[int] = 0  # SMs that attention leaves free
@@ -222,7 +222,7 @@ class Decoder:
         k, v, _ = self.cache.newest(layer)
         eps, gate, quantised = self.config.rms_norm_eps, branch.pre_attention_gate, self.cache.quantised(layer)
         is_ring, epoch = self.cache.is_ring(layer), branch.exchange.epoch
-        qkv_rope_append(
+        self.products.qkv_rope_append(
             buffers.x_norm, buffers.square_sums, weights.qkv, buffers.rope, buffers.seq_lens, buffers.q, k, v, eps,
             gate, quantised, branch.inbox, epoch, is_ring, weights.qkv_bias, buffers.raw,
         )  # fmt: skip
@@ -251,7 +251,7 @@ class Decoder:
         self._row_parallel(
             2 * layer, buffers.attn_out.flatten(1), weights.o, weights.o_bias, post_norm, branch, o_gate, mlp_gate, None
         )
-        gate_up_silu(
+        self.products.gate_up_silu(
             buffers.x_norm, buffers.square_sums, weights.gate_up, buffers.mlp, self.config.rms_norm_eps, mlp_gate,
             weights.gate_up_bias, branch.like_gated,
         )  # fmt: skip
@@ -274,7 +274,7 @@ class Decoder:
     ) -> None:
         """Launch a row-parallel product (o or down), its all-reduce, then residual and norm."""
         buffers, exchange, verdict = self.buffers, branch.exchange, branch.verdict
-        push_partial(act, weight, exchange, reduce_index, gate, bias)
+        self.products.push_partial(act, weight, exchange, reduce_index, gate, bias)
         if exchange.packets is None:
             branch.all_reduce(exchange.partial)
         timeout_ns = self.first_timeout_ns if reduce_index == 0 else TIMEOUT_NS
@@ -291,7 +291,7 @@ class Decoder:
 
     def _project_logits(self) -> None:
         buffers, exchange, reduce_index = self.buffers, self.logit_exchange, 2 * self.config.num_layers
-        lm_head(
+        self.products.lm_head(
             buffers.x_norm, buffers.square_sums, self.weights.lm_head, exchange, self.config.rms_norm_eps, reduce_index
         )
         gathered = exchange.shard if exchange.packets is not None else self.all_gather(exchange.shard)

@@ -15,10 +15,14 @@ from alspec.kernels.attention.decode.combine import num_sums
 from alspec.kernels.attention.dispatch import attend_recall_parts, attend_spec_parts
 from alspec.kernels.attention.recall import RecallState
 from alspec.kernels.comm.pair_state import PairShape
-from alspec.kernels.common.limits import MAX_BATCH, MAX_ROWS
+from alspec.kernels.common.limits import FAST_ROWS, MAX_FUSED_ROWS, MAX_ROWS, max_batch
+from alspec.kernels.linear.decode_weight import DecodeWeight
+from alspec.kernels.linear.library_products import LibraryProducts
+from alspec.kernels.linear.products import FusedProducts, Products
 from alspec.kernels.speculation.linked_pair import LinkedPair
 from alspec.models.llama import Llama
 from alspec.models.llama_config import LlamaConfig
+from alspec.models.matrix_formats import largest_product
 from alspec.runtime.cache.codecs import Cache, check_codec, check_head_dim, new_cache
 from alspec.runtime.decode.captured_step import CapturedStep
 from alspec.runtime.decode.decode_step import DecodeStep
@@ -46,6 +50,7 @@ __all__ = [
     "build_captured_step",
     "build_decode_step",
     "choose",
+    "choose_products",
     "eager_notices",
     "find_peer_memory",
     "recalled_blocks",
@@ -136,8 +141,9 @@ def recalled_blocks(config: EngineConfig, mode: str) -> int:
 
 def eager_notices(choices: Choices, batch_size: int, config: EngineConfig, known: list[str]) -> list[str]:
     """Notices, other than the known ones, if steps of so many requests are too large to be captured."""
-    most, name = (MAX_BATCH, "requests") if config.draft == "off" else (MAX_ROWS, "rows of a round")
-    count = batch_size * config.tokens_of_step
+    most, name, count = max_batch(choices.mode), "requests", batch_size
+    if batch_size <= most and config.draft != "off":
+        most, name, count = MAX_ROWS, "rows of a round", batch_size * config.tokens_of_step
     notice = f"{count} {name}: operations are launched one by one; captured steps serve up to {most}"
     return [notice] if choices.has_fused_step and count > most and notice not in known else []
 
@@ -189,10 +195,21 @@ def build_decode_step(
     operation: OperationHook,
 ) -> DecodeStep:
     """The decode step for one cache: captured where a fused step exists and the batch is small enough, else eager."""
-    if choices.has_fused_step and cache.batch_size <= MAX_BATCH:
+    if choices.has_fused_step and cache.batch_size <= max_batch(choices.mode):
         paired = speculation if choices.mode == "paired" else None
         return build_captured_step(model, cache, transport, peer_memory, choices.uses_graph, operation, paired)
     return EagerStep(model, cache, transport, choices.mode, speculation, operation)
+
+
+def choose_products(model: Llama, tp_size: int, num_rows: int) -> Products:
+    """The projections of a step of so many rows: of packed weights, or of few rows, the fused ones."""
+    matrices = [matrix for layer in model.weights.layers for matrix in layer.tensors.values()]
+    is_packed = any(isinstance(matrix, DecodeWeight) for matrix in matrices)
+    if num_rows <= (MAX_FUSED_ROWS if is_packed else FAST_ROWS):
+        return FusedProducts()
+    head_rows, device = model.weights.lm_head.shape[0], model.weights.embedding.device
+    room = torch.zeros(num_rows * largest_product(model.config, tp_size, head_rows), device=device)
+    return LibraryProducts(room, model.unpacked)
 
 
 def build_captured_step(
@@ -222,7 +239,8 @@ def build_captured_step(
         exchange, logit_exchange, transport.all_reduce, transport.gather_vocabulary,
     )  # fmt: skip
     if speculation is None:
-        return CapturedStep(Decoder(*common), None, cache.max_context, uses_graph, operation)
+        products = choose_products(model, tp_size, batch_size)
+        return CapturedStep(Decoder(*common, products=products), None, cache.max_context, uses_graph, operation)
     recall, recalled = None, speculation.recalled
     if recalled:
         parts = attend_recall_parts([cache.layer(layer) for layer in range(cache.num_layers)], recalled)

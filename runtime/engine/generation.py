@@ -10,7 +10,7 @@ from torch import Tensor
 
 from alspec.config import EngineConfig, SamplingConfig
 from alspec.errors import UserError, show
-from alspec.kernels.common.limits import MAX_BATCH
+from alspec.kernels.common.limits import max_batch
 from alspec.kernels.sampling.logprobs import Logprobs
 from alspec.models.llama_config import LlamaConfig
 from alspec.models.tokenizer.tokenizer import Tokenizer
@@ -327,17 +327,20 @@ def _check_ids(ids: Iterable[int], where: str, model: LlamaConfig) -> None:
         )
 
 
-def check_prompts(prompts: list[list[int]], max_new_tokens: int, config: EngineConfig, model: LlamaConfig) -> int:
+def check_prompts(
+    prompts: list[list[int]], max_new_tokens: int, config: EngineConfig, model: LlamaConfig, mode: str
+) -> int:
     """The tokens that the longest of these rows of a batch needs together with its answer.
 
     Raises:
         UserError: too many tokens for the model or `max_context`, too many requests for the transport or graph asked
             for, or an invalid token id.
     """
+    most = max_batch(mode)
     for name, value in (("cuda_graph", "on"), ("transport", "symm"), ("transport", "host")):
-        if getattr(config, name) == value and len(prompts) > MAX_BATCH:
+        if getattr(config, name) == value and len(prompts) > most:
             raise UserError(
-                f"{name}: {value} serves up to {MAX_BATCH} requests, found {len(prompts)}; use auto, or fewer prompts"
+                f"{name}: {value} serves up to {most} requests, found {len(prompts)}; use auto, or fewer prompts"
             )
     for index, ids in enumerate(prompts):
         if not ids:

@@ -14,10 +14,10 @@ from alspec.config import Weights
 from alspec.errors import DoesNotFitError, UserError
 from alspec.kernels.attention.recall import recall_bytes
 from alspec.kernels.attention.torch_attention import QUERIES_AT_ONCE, SCORE_BYTES, SCORES_AT_ONCE
-from alspec.kernels.common.limits import MAX_ROWS
+from alspec.kernels.common.limits import FAST_ROWS, MAX_FUSED_ROWS, MAX_ROWS
 from alspec.models.llama import Shard
 from alspec.models.llama_config import LlamaConfig
-from alspec.models.matrix_formats import head_bytes, unpacked_numbers, weights_bytes
+from alspec.models.matrix_formats import head_bytes, largest_product, unpacked_numbers, weights_bytes
 from alspec.runtime.cache.codecs import cache_bytes
 from alspec.runtime.decode.eager_sampling import DRAW_BYTES, DRAWN_AT_ONCE
 from alspec.runtime.decode.prefill import CHUNK_TOKENS
@@ -59,7 +59,8 @@ def with_append_rows(rounds: RoundSize | None, appends: bool) -> RoundSize | Non
     """What rounds need, or passes that append a prompt's rows: at least the buffers of these."""
     if not appends:
         return rounds
-    return RoundSize(MAX_ROWS) if rounds is None else replace(rounds, rows=max(rounds.rows, MAX_ROWS))
+    rows = MAX_FUSED_ROWS if rounds is None else max(rounds.rows, MAX_FUSED_ROWS)
+    return RoundSize(rows) if rounds is None else replace(rounds, rows=rows)
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,9 @@ def plan_memory(
     # Prompts, and eager steps, unpack one matrix at a time.
     unpacked = dtype.itemsize * unpacked_numbers(config, tp_size)
     buffers += unpacked if config.packs_weights else 0
+    if device_type == "cuda" and FAST_ROWS < rows <= MAX_ROWS:
+        # The library writes products of captured steps in fp32.
+        buffers += 4 * rows * largest_product(config, tp_size, stop - start)
     if recall_blocks:
         recall = recall_bytes(config.num_layers, q_heads, kv_heads, max_context, recall_blocks)
         # Captured rounds keep the weights of blocks of a plain step, and of each row of a round.

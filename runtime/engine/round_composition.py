@@ -13,7 +13,7 @@ from alspec.kernels.attention.decode.lean_decode import MAX_COLUMNS
 from alspec.kernels.attention.dispatch import attend_recall_parts
 from alspec.kernels.attention.recall import RecallState
 from alspec.kernels.comm.exchange import Exchange, LogitExchange
-from alspec.kernels.common.limits import MAX_ROWS
+from alspec.kernels.common.limits import MAX_BATCH, MAX_FUSED_ROWS, MAX_ROWS
 from alspec.kernels.rounds.round_state import RoundRowBuffers, RoundState
 from alspec.models.llama import Llama
 from alspec.models.llama_config import LlamaConfig
@@ -34,7 +34,7 @@ from alspec.runtime.decode.rounds.token_history import TokenHistory
 from alspec.runtime.distributed.peer_memory import build_exchanges
 from alspec.runtime.distributed.placement import PeerMemory
 from alspec.runtime.distributed.transport import Transport
-from alspec.runtime.engine.composition import Choices
+from alspec.runtime.engine.composition import Choices, choose_products
 
 __all__ = ["build_captured_rounds", "build_row_append", "serves_rows"]
 
@@ -42,7 +42,9 @@ __all__ = ["build_captured_rounds", "build_row_append", "serves_rows"]
 def serves_rows(batch_size: int, rows: int, config: LlamaConfig, tp_size: int) -> bool:
     """Whether the fused kernels serve a round of so many rows of each request."""
     heads, kv_heads = config.local_heads(tp_size)
-    return batch_size * rows <= MAX_ROWS and rows * (heads // kv_heads) <= MAX_COLUMNS
+    if batch_size > MAX_BATCH or batch_size * rows > MAX_ROWS:
+        return False
+    return rows * (heads // kv_heads) <= MAX_COLUMNS
 
 
 class _Parts:
@@ -97,6 +99,7 @@ class _Parts:
             "config": model.config, "weights": model.weights, "inv_freq": model.inv_freq, "kv_cache": self.cache,
             "buffers": buffers, "exchange": exchange, "logit_exchange": logit_exchange,
             "all_reduce": transport.all_reduce, "all_gather": transport.all_gather_world,
+            "products": choose_products(model, transport.placement.tp_size, num_rows),
         }  # fmt: skip
 
 
@@ -180,7 +183,7 @@ def build_row_append(
 
 def append_rows(heads_per_kv_head: int) -> int:
     """Most rows of one request that the fused kernels serve in one pass."""
-    return min(MAX_ROWS, MAX_COLUMNS // heads_per_kv_head)
+    return min(MAX_FUSED_ROWS, MAX_COLUMNS // heads_per_kv_head)
 
 
 def _recall_state(model: Llama, cache: Cache, transport: Transport, recalled: int) -> RecallState | None:

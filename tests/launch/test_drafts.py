@@ -116,7 +116,7 @@ def test_a_number_of_drafts_without_a_drafter(run: Run, checkpoint: Path) -> Non
         (("--draft", "ngram", "--modes", "off,paired"), "flags: --modes: --draft needs off, found off,paired"),
         (("--acceptances", "0.5"), "flags: --acceptances: only drafts are accepted; add --draft"),
         (("--draft", "ngram", "--trace", "t.json"), "flags: --trace: not for rounds; leave it out"),
-        (("--draft", "ngram", "--acceptances", "0.5"), "flags: --acceptances: forced shares need the fused kernels"),
+        (("--draft", "ngram", "--acceptances", "0.5"), "flags: --acceptances: forced shares need captured rounds"),
     ],
 )
 def test_what_latency_refuses_of_rounds(

@@ -396,14 +396,14 @@ def test_tokens_have_a_hit_rate_once_the_predictor_leaves_tokens_out(
 def test_batches_too_large_for_fused_kernels_run_eagerly_or_are_refused(tiny_folder: Path) -> None:
     engine = Engine.from_pretrained(tiny_folder, transport="gloo")
     engine._choices = replace(engine._choices, has_fused_step=True, uses_graph=False)
-    for batch_size in (8, 9, 9):
+    for batch_size in (32, 33, 33):
         engine.load(batch_size, 16)
-    assert engine.notices == ["9 requests: operations are launched one by one; captured steps serve up to 8"]
+    assert engine.notices == ["33 requests: operations are launched one by one; captured steps serve up to 32"]
     for name, value in (("cuda_graph", "on"), ("transport", "symm"), ("transport", "host")):
         engine.config = EngineConfig.model_validate({name: value})
-        assert engine.check_prompts([[1]] * 8, 4) == 5
-        with pytest.raises(UserError, match=f"{name}: {value} serves up to 8 requests, found 9; use auto, or fewer"):
-            engine.check_prompts([[1]] * 9, 4)
+        assert engine.check_prompts([[1]] * 32, 4) == 5
+        with pytest.raises(UserError, match=f"{name}: {value} serves up to 32 requests, found 33; use auto, or fewer"):
+            engine.check_prompts([[1]] * 33, 4)
 
 
 @pytest.mark.parametrize("mode", ["off", "simulated"])

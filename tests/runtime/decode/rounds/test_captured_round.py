@@ -12,6 +12,8 @@ from round_cases import cached, engine_of, generated, put_captured
 from tiers import fast
 
 from alspec.config import SamplingConfig
+from alspec.kernels.linear.library_products import LibraryProducts
+from alspec.kernels.linear.products import FusedProducts
 from alspec.runtime.decode.rounds.captured_round import CapturedRoundStep
 
 FEW_TOKENS = {7: 100.0, 30: 99.0, 99: 100.0, 150: 99.5, 201: 100.0}  # a text of few tokens repeats itself
@@ -61,6 +63,29 @@ def test_tokens_rounds_and_cache_are_those_of_eager_rounds(
             for own, other in zip(answer.logprobs or [], right or [], strict=True):
                 assert abs(own.logprob - other.logprob) < (1e-4 if codec == "bf16" else 2**-10)
                 assert [token for token, _ in own.top] == [token for token, _ in other.top]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("codec", ["bf16", "turbo4"])
+@pytest.mark.parametrize("drafter", ["ngram", "self"])
+def test_rounds_of_more_rows_than_fused_products_take(
+    turbo_folder: Path, make_prompt: Any, drafter: str, codec: str
+) -> None:
+    """Five requests of four rows: the library multiplies these, fused kernels the draft steps of one row."""
+    prompts = [(make_prompt(9, seed=seed) * 10)[: 40 + 7 * seed] for seed in range(5)]
+    sampling = SamplingConfig(max_new_tokens=NEW_TOKENS, ignore_eos=True, logit_bias=FEW_TOKENS, **SAMPLED)
+    with engine_of(turbo_folder, kv_cache=codec) as engine:
+        expected = generated(engine, prompts, sampling)
+    options = {"kv_cache": codec, "draft": drafter, "draft_tokens": 3, "draft_always": True}
+    with engine_of(turbo_folder, **options) as engine:
+        engine.load(5, max(map(len, prompts)) + NEW_TOKENS)
+        put_captured(engine)
+        step = engine.decode_step
+        assert isinstance(step, CapturedRoundStep)
+        assert isinstance(step._drafting.decoder.products, LibraryProducts)
+        assert isinstance(step._plain.decoder.products, FusedProducts)
+        assert generated(engine, prompts, sampling) == expected
+        assert sum(accepted for step in engine.generation.rounds for _, accepted in step) > 0
 
 
 @pytest.mark.full
