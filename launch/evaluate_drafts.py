@@ -1,7 +1,8 @@
 """What `launch/evaluate.py --draft` measures: how many drafts are accepted when the model continues a text.
 
 Prompts are cut out of `--text`. The model continues each by real rounds, greedily and at a temperature; they draft also
-where it does not pay. The text itself is that of plain decoding, so only the drafts are measured.
+where it does not pay. Then plain steps continue the same prompts. Where the bits of a product depend on its rows, texts
+may part when two tokens are nearly as likely: the rows tell how many do, and how near the tokens are.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ __all__ = ["NEW_TOKENS", "evaluate_drafts"]
 
 NEW_TOKENS = 64  # tokens by which each prompt is continued; a context counts them
 CONTEXTS = (1024, 8192)  # without --contexts
+Row = dict[str, Any]
+HINT = "Lower --contexts, or use more ranks"
 UNUSED = (
     "answers", "recall", "records", "needles", "baselines", "codecs", "softmaxes", "block_sizes", "selectors",
     "low_heads", "protect", "norm_corrections", "qjl", "value_quantisers", "recall_counts", "depths", "thresholds",
@@ -45,21 +48,23 @@ def evaluate_drafts(config: EvaluateConfig, command: str) -> int:
     contexts = _contexts(config, engine)
     prompts = _prompts(config, engine, contexts, text)
     is_first = engine.placement.rank == 0
-    rows = []
-    with guarded(engine.heartbeat, "Lower --contexts, or use more ranks"), StatusLine(is_first) as status:
+    rows, texts = [], []
+    with guarded(engine.heartbeat, HINT), StatusLine(is_first) as status:
         status.show("loading weights")
         engine.load(1, contexts[-1])
         notify(engine.take_notices() if is_first else [])
         for context in contexts:
             for temperature in config.temperatures:
                 status.show(f"drafts, {config.windows} windows of {context} tokens, temperature {temperature:g}")
-                row = _measure(config, engine, context, temperature, prompts[context], command)
+                row, answers = _measure(config, engine, context, temperature, prompts[context], command)
                 rows.append(row)
-                if is_first:
-                    append_rows(config.rows, [row])
-        status.clear()
+                texts.append(answers)
         engine.close()
+        status.show("plain steps")
+        _compare(config, rows, texts, prompts)
+        status.clear()
     if is_first:
+        append_rows(config.rows, rows)
         result_console(config.rows, width=140).print(_table(config, engine, rows))
     return 0
 
@@ -111,16 +116,16 @@ def _prompts(config: EvaluateConfig, engine: Engine, contexts: list[int], text: 
 
 def _measure(
     config: EvaluateConfig, engine: Engine, context: int, temperature: float, prompts: list[list[int]], command: str
-) -> dict[str, Any]:
-    sampling = SamplingConfig(max_new_tokens=NEW_TOKENS, ignore_eos=True, temperature=temperature)
+) -> tuple[Row, list[list[int]]]:
+    """The row of a context and a temperature, and the text of each window."""
     steps: list[list[tuple[int, int]]] = []
+    texts = []
     for seed, prompt in enumerate(prompts):
-        for _ in engine.stream(prompt, sampling.model_copy(update={"seed": seed})):
-            pass
+        texts.append([token.token_id for token in engine.stream(prompt, _sampling(temperature, seed))])
         steps += engine.generation.rounds
     summary = draft_summary(steps)
     assert summary is not None
-    return {
+    row = {
         "bench": "drafts",
         "impl": "alspec.rounds",
         "case": {
@@ -141,6 +146,47 @@ def _measure(
         "details": summary,
         **provenance(engine.placement.world_size if engine.device.type == "cuda" else 0, command),
     }
+    return row, texts
+
+
+def _sampling(temperature: float, seed: int) -> SamplingConfig:
+    return SamplingConfig(max_new_tokens=NEW_TOKENS, ignore_eos=True, temperature=temperature, seed=seed)
+
+
+def _compare(
+    config: EvaluateConfig, rows: list[Row], texts: list[list[list[int]]], prompts: dict[int, list[list[int]]]
+) -> None:
+    """Add to each row how its texts differ from those of plain steps."""
+    plain = {"draft": "off", "draft_always": False, "draft_weights": "auto"}
+    speculation = config.speculation.model_copy(update={"mode": "off"})
+    engine = Engine(config.model_copy(update=plain | {"speculation": speculation}))
+    with guarded(engine.heartbeat, HINT):
+        engine.load(1, max(prompts))
+        for row, answers in zip(rows, texts, strict=True):
+            row["details"] |= _differences(engine, row["case"], prompts[row["case"]["context"]], answers)
+        engine.close()
+
+
+def _differences(
+    engine: Engine, case: dict[str, Any], prompts: list[list[int]], texts: list[list[int]]
+) -> dict[str, Any]:
+    """How texts differ from those of plain steps, and how near two tokens are where one parts.
+
+    Returns:
+        differing_tokens: in all texts.  parted_by: of each text that parts, the difference of the log probabilities of
+        the two most likely tokens there.
+    """
+    parted, differing = [], 0
+    for seed, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
+        sampling = _sampling(case["temperature"], seed).model_copy(update={"logprobs": 2})
+        tokens = list(engine.stream(prompt, sampling))
+        differs = [token.token_id != other for token, other in zip(tokens, text, strict=True)]
+        differing += sum(differs)
+        if any(differs):
+            found = tokens[differs.index(True)].logprobs
+            assert found is not None
+            parted.append(round(found.top[0][1] - found.top[1][1], 4))
+    return {"differing_tokens": differing, "parted_by": parted}
 
 
 def _drafter(config: EvaluateConfig) -> str:
@@ -157,7 +203,8 @@ def _table(config: EvaluateConfig, engine: Engine, rows: list[dict[str, Any]]) -
         caption="share of the drafts in each place that are accepted, over the steps that have drafts",
     )
     places = [f"place {place}" for place in range(1, config.draft_tokens + 1)]
-    for column in ("context", "temperature", "tokens a step", "tokens a round", "steps with drafts", *places):
+    columns = "context", "temperature", "tokens a step", "tokens a round", "steps with drafts", "texts that part"
+    for column in (*columns, *places):
         table.add_column(column, justify="right")
     for row in rows:
         details = row["details"]
@@ -166,6 +213,6 @@ def _table(config: EvaluateConfig, engine: Engine, rows: list[dict[str, Any]]) -
         case = row["case"]
         table.add_row(
             str(case["context"]), f"{case['temperature']:g}", f"{row['value']:.2f}", per_round, str(details["rounds"]),
-            *shares, *["-"] * (len(places) - len(shares)),
+            f"{len(details['parted_by'])} of {case['samples']}", *shares, *["-"] * (len(places) - len(shares)),
         )  # fmt: skip
     return table

@@ -7,8 +7,8 @@ from typing import Any
 from result_rows import provenance, table
 
 REAL_TEXT = (
-    "Drafts of `ngram` on SmolLM2, bf16, one GPU, verified: a passage that is repeated (copy), a function rewritten"
-    " with many names replaced (edit), a book (its greedy continuation repeats itself)."
+    "Drafts on SmolLM2, bf16, one GPU, verified: a passage that is repeated (copy), a function rewritten"
+    " with one name replaced (edit), a book (its greedy continuation repeats itself)."
 )
 
 
@@ -33,13 +33,14 @@ def against_plain(rows: list[dict[str, Any]]) -> str:
         step_ms, round_ms = step["us"]["p50"] / 1e3, row["us"]["p50"] / 1e3
         lines.append(
             [
-                _drafter(row), str(case["draft_tokens"]), str(case["batch"]), _option(row, "--weights") or "bf16", place[2], str(place[3]),
+                _drafter(row), str(case["draft_tokens"]), str(case["batch"]), _option(row, "--weights") or "bf16",
+                place[2], str(place[3]),
                 f"{acceptance:.0%}", f"{step_ms:.2f}", f"{round_ms:.2f} ({round_ms / step_ms:.2f}x)",
                 f"{row['tokens_per_round']:.2f}", _gain(step, row),
             ]
         )  # fmt: skip
-    head = ["drafter", "K", "requests", "weights", "cache", "tokens", "accepted (forced)", "plain step, ms", "round, ms"]
-    return table([*head, "tokens a round", "tokens/s"], lines)
+    head = ["drafter", "K", "requests", "weights", "cache", "tokens", "accepted (forced)", "plain step, ms"]
+    return table([*head, "round, ms", "tokens a round", "tokens/s"], lines)
 
 
 def with_texts(rows: list[dict[str, Any]]) -> str:
@@ -50,12 +51,12 @@ def with_texts(rows: list[dict[str, Any]]) -> str:
         step, case = plain[place], row["case"]
         lines.append(
             [
-                case["shape"], case["text"].removesuffix(".txt"), str(case["context"]), str(case["draft_tokens"]),
+                case["shape"], _drafter(row), case["text"].removesuffix(".txt"), str(case["context"]), str(case["draft_tokens"]),
                 f"{step['us']['p50'] / 1e3:.3f}", f"{row['us']['p50'] / 1e3:.3f}", f"{row['tokens_per_round']:.2f}",
                 _gain(step, row),
             ]
         )  # fmt: skip
-    head = ["model", "text", "tokens", "K", "plain step, ms", "round or step, ms, p50", "tokens a step", "tokens/s"]
+    head = ["model", "drafter", "text", "tokens", "K", "plain step, ms", "round or step, ms, p50", "tokens a step", "tokens/s"]
     return table(head, lines)
 
 

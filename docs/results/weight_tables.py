@@ -6,9 +6,15 @@ from typing import Any
 
 from result_rows import provenance, table
 
-PRODUCTS = {"qkv": "qkv, 6144 x 4096", "o": "o, 4096 x 4096", "gate_up": "gate and up, 28672 x 4096"}
+PRODUCTS = {
+    "qkv": "qkv, 6144 x 4096",
+    "o": "o, 4096 x 4096",
+    "gate_up": "gate and up, 28672 x 4096",
+    "down": "down, 4096 x 14336",
+}
 COLUMNS = {
     "bf16": ("bf16", "alspec.projections"),
+    "`torch.linear`": ("bf16", "torch.linear"),
     "FP8": ("fp8", "alspec.projections"),
     "INT4": ("int4", "alspec.projections"),
     "`torch._scaled_mm`, FP8": ("fp8", "torch._scaled_mm"),
@@ -26,10 +32,10 @@ def weights(rows: list[dict[str, Any]], quality: list[dict[str, Any]]) -> str:
     return "\n\n".join(
         [
             "## Quantised weights",
-            "Whole steps of the 8B shape with random weights:",
+            "Whole steps with random weights:",
             provenance(*steps),
             weight_steps(rows),
-            "Single products, at an earlier commit with other numbers of warps, in microseconds at 1 / 8 rows:",
+            "Single products of the 8B shape, in microseconds at 1 / 8 rows; ours with RoPE and append, or SiLU:",
             provenance(*products),
             weight_products(rows),
             "Bits per byte of books, 8 windows of 1024 tokens in fp32:",
@@ -45,10 +51,11 @@ def weight_steps(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         if row["bench"] == "decode_step":
             case = row["case"]
-            key = case["weights"], case.get("lm_head", "bf16"), case["kv_cache"], str(case["context"])
+            options = case["weights"], case.get("lm_head", "bf16"), case["kv_cache"]
+            key = case["shape"], str(case["batch"]), *options, str(case["context"])
             figures = f"{row['us']['p50'] / 1e3:.2f}", f"{row['tokens_per_s']:.0f}", f"{row['share_of_limit']:.0%}"
             lines[key] = [*key, *figures]
-    head = ["weights", "LM head", "cache", "tokens", "ms", "tokens/s", "share of its byte limit"]
+    head = ["shape", "requests", "weights", "LM head", "cache", "tokens", "ms", "tokens/s", "share of its byte limit"]
     return table(head, list(lines.values()))
 
 

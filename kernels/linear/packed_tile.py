@@ -54,7 +54,7 @@ __all__ = [
 
 K_BLOCK = tl.constexpr(INPUTS_OF_K_BLOCK)
 LINE = tl.constexpr(128)  # words of 512 bytes
-MANY_TILES = 528  # four to an SM of an H200
+MANY_TILES = 264  # two to an SM of an H200
 CHUNK_K_BLOCKS = 8  # at most
 BUFFER_BYTES = tl.constexpr(36864)  # of a program: five fit an SM
 PROGRAMS_PER_SM = 5

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from alspec.config import EngineConfig, validate
+from alspec import Engine
+from alspec.config import EngineConfig, SamplingConfig, validate
 from alspec.errors import UserError
-from alspec.launch import evaluate, latency
+from alspec.launch import evaluate, evaluate_drafts, latency
 
 Run = Callable[..., tuple[int, str, str]]
 PROMPT = "One two three four. One two three four. One two three "
@@ -172,8 +173,26 @@ def test_evaluate_measures_drafts(
     ]  # fmt: skip
     for row in found:
         details = row["details"]
+        assert (details["differing_tokens"], details["parted_by"]) == (0, [])
         assert row["value"] == details["tokens_per_step"] >= 1.0
         if drafter == "self":  # sink and window are everything: all drafts are right
             # 63 tokens behind the first: 21 rounds of three, in each of two windows.
             assert (row["value"], details["accepted_histogram"]) == (3.0, [0, 0, 42])
             assert details["accepted_by_place"] == [1.0, 1.0]
+
+
+def test_texts_that_part_from_plain_steps_are_counted(checkpoint: Path) -> None:
+    with Engine.from_pretrained(checkpoint, transport="gloo") as engine:
+        prompts, texts, near = [[3, 4, 5], [9, 8]], [], []
+        for seed, prompt in enumerate(prompts):
+            how = SamplingConfig(max_new_tokens=evaluate_drafts.NEW_TOKENS, ignore_eos=True, seed=seed, logprobs=2)
+            answer = engine.generate(prompt, how)
+            assert answer.logprobs is not None
+            texts.append(list(answer.token_ids))
+            near.append(answer.logprobs[60].top)
+        case = {"temperature": 0.0}
+        assert evaluate_drafts._differences(engine, case, prompts, texts) == {"differing_tokens": 0, "parted_by": []}
+        texts[1][60:63] = [(token + 1) % 100 for token in texts[1][60:63]]
+        found = evaluate_drafts._differences(engine, case, prompts, texts)
+        assert found["differing_tokens"] == 3
+        assert found["parted_by"] == [round(near[1][0][1] - near[1][1][1], 4)]
