@@ -51,13 +51,14 @@ def with_texts(rows: list[dict[str, Any]]) -> str:
         step, case = plain[place], row["case"]
         lines.append(
             [
-                case["shape"], _drafter(row), case["text"].removesuffix(".txt"), str(case["context"]), str(case["draft_tokens"]),
+                case["shape"], _drafter(row), case["text"].removesuffix(".txt"), str(case["context"]),
+                str(case["draft_tokens"]),
                 f"{step['us']['p50'] / 1e3:.3f}", f"{row['us']['p50'] / 1e3:.3f}", f"{row['tokens_per_round']:.2f}",
                 _gain(step, row),
             ]
         )  # fmt: skip
-    head = ["model", "drafter", "text", "tokens", "K", "plain step, ms", "round or step, ms, p50", "tokens a step", "tokens/s"]
-    return table(head, lines)
+    head = ["model", "drafter", "text", "tokens", "K", "plain step, ms", "round or step, ms, p50"]
+    return table([*head, "tokens a step", "tokens/s"], lines)
 
 
 Found = dict[tuple[Any, ...], dict[str, Any]]
