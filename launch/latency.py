@@ -131,6 +131,7 @@ def _configs(config: LatencyConfig) -> list[LatencyConfig]:
                 "kv_cache": codec,
                 "kv_protect": 0 if codec == "bf16" and config.codecs else config.kv_protect,
                 "speculation": config.speculation.model_copy(update={"mode": mode}),
+                "pair_transport": "auto" if mode != "paired" and "paired" in _modes(config) else config.pair_transport,
             }
         )
         for codec in _codecs(config)
@@ -380,7 +381,7 @@ def _has_share(row: dict[str, Any]) -> bool:
 def _transport(engine: Engine) -> str:
     place = engine.placement
     is_one_host = place.local_world_size == place.world_size
-    blocked = engine.transport_name == "nccl" and is_one_host and why_no_peers(place.world_size)
+    blocked = engine.transport_name == "nccl" and is_one_host and why_no_peers(range(place.world_size))
     return "nccl without peer access" if blocked else engine.transport_name
 
 
