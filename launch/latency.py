@@ -40,6 +40,7 @@ from alspec.runtime.distributed.placement import Placement, choose_device, choos
 from alspec.runtime.engine.engine import Engine
 from alspec.runtime.faults.guard import guarded
 from alspec.runtime.profiling.kernel_trace import kernel_rows, label, layer_parts
+from alspec.runtime.profiling.link_trace import is_linked, link_parts
 from alspec.runtime.profiling.profile import (
     Profile,
     cache_tokens,
@@ -61,9 +62,9 @@ EPILOG = (
     "The time of a step is that of its slowest rank. On GPUs it comes from the device's clock, over a cache of random"
     " numbers; on the CPU, and in eager steps, from the host's clock. Hit rates of real verdicts need a text"
     " (--prompt-file). With a text, context + steps must not exceed the model's maximum. --trace profiles further"
-    " captured steps after the measured ones. Profiling slows the traced steps, not the measured ones. For a pair over"
-    " peer memory, --trace also writes one row per layer part (bench decode_parts). Without a CUDA graph, --trace"
-    " records the measured steps and everything before them."
+    " captured steps after the measured ones. Profiling slows the traced steps, not the measured ones. For a pair,"
+    " --trace also writes one row per layer part (bench decode_parts, over a link link_parts). Without a CUDA graph,"
+    " --trace records the measured steps and everything before them."
 )
 
 
@@ -275,17 +276,21 @@ def _trace(
         rows_by_rank = label(rows_by_rank, verdicts)
     write_text(config.trace, trace_json(rows_by_rank, row))
     if verdicts:
-        parts = layer_parts(rows_by_rank, verdicts)
-        append_rows(config.rows, parts_rows(row, parts, engine.model_config.num_layers))
+        linked = is_linked(rows_by_rank)
+        parts = (link_parts if linked else layer_parts)(rows_by_rank, verdicts)
+        bench = "link_parts" if linked else "decode_parts"
+        append_rows(config.rows, parts_rows(row, parts, engine.model_config.num_layers, bench))
 
 
-def parts_rows(row: dict[str, Any], parts: dict[str, list[float]], num_layers: int) -> list[dict[str, Any]]:
-    """Rows of bench `decode_parts`, one per layer part of the traced steps. `row` belongs to the untraced steps."""
+def parts_rows(
+    row: dict[str, Any], parts: dict[str, list[float]], num_layers: int, bench: str = "decode_parts"
+) -> list[dict[str, Any]]:
+    """Rows of a bench, one per layer part of the traced steps. `row` belongs to the untraced steps."""
     kept = {name: value for name, value in row.items() if name not in ("us", "bytes", "tokens_per_s", "share_of_limit")}
     return [
         kept
         | {
-            "bench": "decode_parts",
+            "bench": bench,
             "case": row["case"] | {"part": name},
             "us": {share: round(value, 3) for share, value in spread(samples).items()},
             "untraced_us": row["us"]["p50"],
