@@ -385,7 +385,7 @@ def gloo(scope: Scope) -> str:
     return f"all-reduce of 8 KB over {world_size} ranks right, {min(times):.0f} us"
 
 
-@check("pair link", "a pair over a network (--transport nccl, several hosts) sends a message in each layer")
+@check("pair link", "a pair over a network (--pair-transport nccl, several hosts) sends a message in each layer")
 def pair_link(scope: Scope) -> str:
     """A message to the rank of the other half of the ranks, and back, arrives as it was sent."""
     scope.need_ranks()

@@ -103,6 +103,11 @@ def choose(config: EngineConfig, model: LlamaConfig, has_trace: bool) -> Choices
             f"speculation: a pair, because heads do not divide over {placement.world_size} ranks; A~ within lambda "
             f"{config.speculation.threshold:g} is accepted (threshold 0 accepts none)"
         )
+    if mode == "off" and requested == "auto" and not placement.is_inside_host(range(placement.world_size)):
+        notices.append(
+            "speculation: off, with two all-reduces over the network in each layer; a pair waits for no message "
+            "(--speculation paired), and one host alone may be faster (docs/two_hosts.md)"
+        )
     has_fused_step = device.type == "cuda" and mode in ("off", "paired")
     if has_fused_step and mode == "paired":
         placement = replace(placement, is_linked=is_linked(config, placement))

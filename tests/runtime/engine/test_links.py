@@ -43,6 +43,19 @@ def test_groups_on_a_host_each_try_peer_memory_and_are_linked_over_nccl() -> Non
 
 
 @pytest.mark.usefixtures("host")
+def test_auto_over_several_hosts_says_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not know the link."""
+    choices = choose(speculation={"mode": "auto"})
+    assert choices.mode == "off"
+    assert "two all-reduces over the network in each layer" in choices.notices[0]
+    assert choose(speculation={"mode": "off"}).notices == []
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert choose(speculation={"mode": "auto"}).notices == []
+
+
+@pytest.mark.usefixtures("host")
 def test_a_linked_group_without_peer_memory_uses_nccl_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pair on one host without such memory has no link that was asked for."""
     reason = "GPU 0 cannot reach GPU 1"
