@@ -163,8 +163,11 @@ class EngineConfig(Schema):
     )
     transport: Transport = Field(
         default="auto",
-        description="how ranks exchange results while decoding; auto: symm (peer memory) if all GPUs reach each other, "
-        "else host (pinned memory) on one host, else nccl; gloo on CPU",
+        description="how ranks of a group exchange results while decoding; auto: symm (peer memory) if its GPUs reach "
+        "each other, else host (pinned memory) on one host, else nccl; gloo on CPU",
+    )
+    pair_transport: Transport = Field(
+        default="auto", description="how two groups exchange messages; auto: as --transport, but between hosts nccl"
     )
     cuda_graph: Literal["auto", "on", "off"] = Field(
         default="auto", description="replay a captured decode step; auto: on GPUs, for up to 32 requests (8 of a pair)"

@@ -40,6 +40,7 @@ from alspec.runtime.distributed.placement import Placement, choose_device, choos
 from alspec.runtime.engine.engine import Engine
 from alspec.runtime.faults.guard import guarded
 from alspec.runtime.profiling.kernel_trace import kernel_rows, label, layer_parts
+from alspec.runtime.profiling.link_trace import is_linked, link_parts
 from alspec.runtime.profiling.profile import (
     Profile,
     cache_tokens,
@@ -61,9 +62,9 @@ EPILOG = (
     "The time of a step is that of its slowest rank. On GPUs it comes from the device's clock, over a cache of random"
     " numbers; on the CPU, and in eager steps, from the host's clock. Hit rates of real verdicts need a text"
     " (--prompt-file). With a text, context + steps must not exceed the model's maximum. --trace profiles further"
-    " captured steps after the measured ones. Profiling slows the traced steps, not the measured ones. For a pair over"
-    " peer memory, --trace also writes one row per layer part (bench decode_parts). Without a CUDA graph, --trace"
-    " records the measured steps and everything before them."
+    " captured steps after the measured ones. Profiling slows the traced steps, not the measured ones. For a pair,"
+    " --trace also writes one row per layer part (bench decode_parts, over a link link_parts). Without a CUDA graph,"
+    " --trace records the measured steps and everything before them."
 )
 
 
@@ -131,6 +132,7 @@ def _configs(config: LatencyConfig) -> list[LatencyConfig]:
                 "kv_cache": codec,
                 "kv_protect": 0 if codec == "bf16" and config.codecs else config.kv_protect,
                 "speculation": config.speculation.model_copy(update={"mode": mode}),
+                "pair_transport": "auto" if mode != "paired" and "paired" in _modes(config) else config.pair_transport,
             }
         )
         for codec in _codecs(config)
@@ -275,17 +277,21 @@ def _trace(
         rows_by_rank = label(rows_by_rank, verdicts)
     write_text(config.trace, trace_json(rows_by_rank, row))
     if verdicts:
-        parts = layer_parts(rows_by_rank, verdicts)
-        append_rows(config.rows, parts_rows(row, parts, engine.model_config.num_layers))
+        linked = is_linked(rows_by_rank)
+        parts = (link_parts if linked else layer_parts)(rows_by_rank, verdicts)
+        bench = "link_parts" if linked else "decode_parts"
+        append_rows(config.rows, parts_rows(row, parts, engine.model_config.num_layers, bench))
 
 
-def parts_rows(row: dict[str, Any], parts: dict[str, list[float]], num_layers: int) -> list[dict[str, Any]]:
-    """Rows of bench `decode_parts`, one per layer part of the traced steps. `row` belongs to the untraced steps."""
+def parts_rows(
+    row: dict[str, Any], parts: dict[str, list[float]], num_layers: int, bench: str = "decode_parts"
+) -> list[dict[str, Any]]:
+    """Rows of a bench, one per layer part of the traced steps. `row` belongs to the untraced steps."""
     kept = {name: value for name, value in row.items() if name not in ("us", "bytes", "tokens_per_s", "share_of_limit")}
     return [
         kept
         | {
-            "bench": "decode_parts",
+            "bench": bench,
             "case": row["case"] | {"part": name},
             "us": {share: round(value, 3) for share, value in spread(samples).items()},
             "untraced_us": row["us"]["p50"],
@@ -381,7 +387,7 @@ def _has_share(row: dict[str, Any]) -> bool:
 def _transport(engine: Engine) -> str:
     place = engine.placement
     is_one_host = place.local_world_size == place.world_size
-    blocked = engine.transport_name == "nccl" and is_one_host and why_no_peers(place.world_size)
+    blocked = engine.transport_name == "nccl" and is_one_host and why_no_peers(range(place.world_size))
     return "nccl without peer access" if blocked else engine.transport_name
 
 

@@ -19,6 +19,7 @@ from statistics import median
 from typing import Any
 
 from alspec.errors import UserError
+from alspec.launch.plots.plot_link import VERDICTS, draw_link, link_outcomes, relabel
 from alspec.launch.terminal.flags import Parser, check_picture
 from alspec.launch.terminal.output import exit_code, writing
 
@@ -51,6 +52,7 @@ HATCHES = {"rejected": "////"}
 # Shares of the picture's width. Narrower bars get no entry in the legend (VISIBLE), or no text (ROOM_FOR_TEXT).
 VISIBLE, ROOM_FOR_TEXT = 0.005, 0.12
 HALF = 0.28  # half the height of a bar; lanes are 1 apart
+LINK_ARGS = ("side", "accepted", "taken", "lost")  # of a pair over a link: runtime/profiling/link_trace.py
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -75,7 +77,7 @@ def _run(argv: list[str] | None) -> int:
     first, last = _layers(args.layers)
     bars, run, forced = _read(args.trace)
     found = spec_outputs(bars)
-    if not found:
+    if not found and not is_linked(bars):
         raise UserError(
             f"trace: {args.trace} has no pair: no rank computes on the A~ of another rank; trace one with "
             "generate.py --speculation paired or latency.py --modes paired"
@@ -87,10 +89,13 @@ def _run(argv: list[str] | None) -> int:
         _draw(chosen, args.picture, "; ".join(filter(None, (args.title or run, forced))))
     for line in filter(None, (run, forced)):
         print(line)
-    print(overlap(bars))
-    print(outcomes(found))
+    if is_linked(bars):
+        print(link_outcomes(bars))
+    else:
+        print(overlap(bars))
+        print(outcomes(found))
     skew_us = clock_skew_us(bars)
-    if skew_us is not None:
+    if skew_us is not None and not is_linked(bars):
         print(f"the last kernel of a step ends within {skew_us:.1f} us on all ranks, by the clocks of this trace")
     return 0
 
@@ -145,11 +150,17 @@ def active_bars(event: dict[str, Any]) -> list[dict[str, Any]]:
     when it was ready.
     """
     args = event["args"]
-    if not args.get("open", True):
+    if not args.get("open", True) or event["name"] == "message":
         return []
     begin = max(event["ts"], args.get("ready_us", event["ts"]))
     named = {name: args[name] for name in ("step", "layer")} | {"kernel": args.get("kernel", "")}
+    named |= {name: args[name] for name in LINK_ARGS if name in args}
     return [named | {"op": event["name"], "rank": event["pid"], "begin": begin, "end": event["ts"] + event["dur"]}]
+
+
+def is_linked(bars: list[dict[str, Any]]) -> bool:
+    """Whether the trace is of a pair over a link, whose groups do not change roles."""
+    return any("side" in bar for bar in bars)
 
 
 def overlap(bars: list[dict[str, Any]]) -> str:
@@ -291,25 +302,33 @@ def _draw_lanes(bars: list[dict[str, Any]], picture: Path, title: str) -> None:
     ranks = sorted({bar["rank"] for bar in bars})
     zero = min(bar["begin"] for bar in bars)
     width = max(bar["end"] for bar in bars) - zero
-    found = spec_outputs(bars)
+    linked = is_linked(bars)
+    found = {} if linked else spec_outputs(bars)
     parts = _parts(bars, found)
+    if linked:
+        relabel(parts)
     figure, axes = plt.subplots(figsize=(11, 1 + 1.1 * len(ranks)))
     for part in parts:
         _draw_bar(axes, part, zero, width)
     for spec in found.values():
         _draw_spec_output(axes, spec, zero, width)
-    axes.set_yticks(ranks, [f"rank {rank}" for rank in ranks])
+    if linked:
+        draw_link(axes, bars, zero, HALF)
+    sides = {bar["rank"]: f", {bar['side']}" for bar in bars if linked}
+    axes.set_yticks(ranks, [f"rank {rank}{sides.get(rank, '')}" for rank in ranks])
     axes.set_ylim(ranks[-1] + 0.4, ranks[0] - 0.4)
     axes.set_xlim(-0.005 * width, 1.005 * width)
     axes.set_xlabel("microseconds")
     axes.set_title(title, parse_math=False, fontsize=10)
     shown = {part["op"] for part in parts if part["end"] - part["begin"] > VISIBLE * width}
     names = [name for name in COLORS if name in shown]
+    verdicts = VERDICTS if linked else {}
     axes.legend(
         handles=[
             Patch(facecolor=COLORS[name], hatch=HATCHES.get(name), edgecolor="white", label=LABELS.get(name, name))
             for name in names
-        ],
+        ]
+        + [Patch(facecolor=color, label=name) for name, color in verdicts.items()],
         ncols=len(names),
         loc="upper center",
         bbox_to_anchor=(0.5, -0.4 / len(ranks)),

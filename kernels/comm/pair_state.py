@@ -46,6 +46,11 @@ class PairShape:
         """M: packets of a request's message, x and the newest k and v."""
         return self.hidden_size + 2 * self.num_kv_heads * self.head_dim
 
+    @property
+    def agreed_packets(self) -> int:
+        """Packets of a layer that a rank of a linked group sends to the others; see `Exchange.agreed`."""
+        return 1 + 2 * self.batch_size
+
     def field_sizes(self) -> tuple[int, ...]:
         """Packets (8 bytes) in each field of `Mailbox`, in its order, rounded up to whole lines of 128 bytes."""
         layers, batch = self.num_layers, self.batch_size

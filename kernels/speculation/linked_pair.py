@@ -18,6 +18,9 @@ Both groups sample the next token from the same x, so no token travels. Recall l
 A message is a slot of int64: a header, then LL packets (ll_packets.py), which the kernel that computes a value writes.
 The slots of a step are sent in order. When one has arrived, `note_arrival` stores a packet in `arrived`.
 
+The ranks of a group must see the same messages. Where the group exchanges packets, `decide` and `choose_x` send each
+other how many have arrived (`Exchange.agreed`). Otherwise collectives gather what `snapshot` stores, and the sums.
+
 Shapes: B requests, L layers, Hq and Hkv this rank's query and KV heads, D head_dim, N cache capacity, T ranks of a
 group, R (dist2, norm2) pairs per request, S sums of squares of each request, M = hidden + 2 Hkv D packets.
 """
@@ -41,7 +44,13 @@ from alspec.kernels.comm.pair_state import GATE_STRIDE, PairShape
 from alspec.kernels.common.jit_launch import jit_launch, pdl_options, set_l1_carveout
 from alspec.kernels.kv_codec.quantised_layer import PER_HEAD
 from alspec.kernels.speculation.handover import cache_args, launch_receive_residual, store_message
-from alspec.kernels.speculation.roles import add_sums, request_verdicts, squared_threshold
+from alspec.kernels.speculation.roles import (
+    add_sums,
+    await_sums,
+    push_to_group,
+    request_verdicts,
+    squared_threshold,
+)
 
 __all__ = [
     "LinkedPair",
@@ -69,7 +78,7 @@ class LinkedPair:
     inbox: Tensor  # [L or L + 1, slot] int64
     arrived: Tensor  # [slots of the inbox + 1] int64: a packet with the step's epoch for each message and the ending
     arrival_epoch: Tensor  # [1] int32: the step whose messages arrive: messages and kernels may be a step apart
-    counts: Tensor  # [T] int32: arrived messages of each rank of the group, if there are several
+    counts: Tensor  # [T] int32: arrived messages of each rank of the group, if collectives gather them
     progress: Tensor  # [1] int32: the verifier's last rejected layer, or -1; the speculator's base
     gates: Tensor  # [3, L + 1, GATE_STRIDE] int32: see the properties; the first word of each row is the gate
     # [P, B, Hq, D] and [P, B, Hq] int64: where the verifier's attention stores A~, which nothing reads
@@ -157,6 +166,14 @@ class LinkedPair:
         """The fault code of a message that did not arrive."""
         return fault_code(LATE_PACKET, 2 * self.shape.num_layers + 2, self.paired_rank)
 
+    def late_peer(self, layer: int) -> int:
+        """The fault code of the first rank of the group, if what it knows of a layer does not arrive."""
+        return fault_code(LATE_PACKET, 2 * layer, self.exchange.rank - self.exchange.tp_rank)
+
+    def agreed(self, layer: int) -> Tensor | None:
+        """[T, 1 + 2 B] int64: what the ranks of the group know of a layer, as packets; None over collectives."""
+        return None if self.exchange.agreed is None else self.exchange.agreed[layer]
+
 
 @triton.jit(do_not_specialize_on_alignment=["arrived_ptr"])
 def _note_arrival_kernel(arrived_ptr, epoch_ptr, IS_LAST: tl.constexpr):
@@ -193,9 +210,7 @@ def _snapshot_kernel(arrived_ptr, epoch_ptr, count_ptr, SLOTS: tl.constexpr, SLO
 
 
 def snapshot(pair: LinkedPair) -> None:
-    """Store how many messages have arrived at this rank in `counts`, which the group then gathers.
-
-    All ranks of a group must see the same messages, and only they know which all of them have.
+    """Store how many messages have arrived at this rank in `counts`, which collectives then gather.
 
     Capture: graph-safe; allocates nothing.
     """
@@ -206,18 +221,26 @@ def snapshot(pair: LinkedPair) -> None:
 
 
 @triton.jit
-def _least_count(arrived_ptr, counts_ptr, epoch, SLOTS: tl.constexpr, SLOTS_PAD: tl.constexpr, T: tl.constexpr):
-    """Messages that have arrived at all ranks of the group."""
-    if T == 1:
-        count = _count_arrived(arrived_ptr, epoch, SLOTS, SLOTS_PAD)
-    else:
-        count = tl.load(counts_ptr)
-        for rank in tl.static_range(1, T):
-            count = tl.minimum(count, tl.load(counts_ptr + rank))
+def _least_count(counts_ptr, T: tl.constexpr):
+    """Messages that have arrived at all ranks of the group, from the gathered counts."""
+    count = tl.load(counts_ptr)
+    for rank in tl.static_range(1, T):
+        count = tl.minimum(count, tl.load(counts_ptr + rank))
     return count
 
 
-@triton.jit(do_not_specialize=["layer", "slot_size"])
+@triton.jit
+def _await_least_count(
+    agreed_ptr, stride, epoch, timeout_ns, fault_ptr, late_code, T: tl.constexpr, T_PAD: tl.constexpr
+):
+    """Messages that have arrived at all ranks of the group, from their packets; 0 if one of these is late."""
+    ranks = tl.arange(0, T_PAD)
+    counts = wait_packets(agreed_ptr + ranks * stride, ranks < T, epoch, timeout_ns, fault_ptr, late_code + ranks)
+    counts = tl.where(counts == counts, counts, 0.0)  # NaN is late
+    return tl.min(tl.where(ranks < T, counts, 1e9), 0).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["layer", "slot_size", "rank", "timeout_ns", "late_code"])
 def _decide_kernel(
     sums_ptr,  # [T, B, SUMS, 2] fp32
     live_ptr,  # [B] int32
@@ -225,6 +248,8 @@ def _decide_kernel(
     hits_ptr,  # [L, B] int32
     arrived_ptr,  # [SLOTS] int64
     counts_ptr,  # [T] int32
+    agreed_ptr,  # [T, 1 + 2 B] int64: of the layer; None: `counts` and `sums` are gathered
+    peers_ptr,  # [T] int64: address of each rank's `agreed` of all layers
     inbox_ptr,  # [SLOTS, slot_size] int64
     progress_ptr,  # [1] int32: last rejected layer
     header_ptr,  # [1] int64: of the next message
@@ -232,8 +257,12 @@ def _decide_kernel(
     computes_ptr,
     predicts_ptr,
     epoch_ptr,  # [1] int32
+    fault_ptr,  # [1] int32
     layer,
     slot_size,
+    rank,
+    timeout_ns,
+    late_code,
     threshold2,
     ACCEPT_ALL: tl.constexpr,
     B: tl.constexpr,
@@ -243,21 +272,35 @@ def _decide_kernel(
     SLOTS: tl.constexpr,
     SLOTS_PAD: tl.constexpr,
     T: tl.constexpr,
+    T_PAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Grid [1]."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    total = tl.zeros([2 * B_PAD], tl.float32)
-    # Add in rank order: all ranks of the group get the same bits, so the same verdict.
-    for tp_rank in tl.static_range(T):
-        total += add_sums(sums_ptr + tp_rank * (B * SUMS * 2), B, B_PAD, SUMS, SUMS_PAD)
+    epoch = tl.load(epoch_ptr)
+    if agreed_ptr is not None:
+        ROW: tl.constexpr = 1 + 2 * B
+        lane, first = tl.arange(0, 2 * B_PAD), (layer * T + rank) * ROW
+        total = add_sums(sums_ptr + rank * (B * SUMS * 2), B, B_PAD, SUMS, SUMS_PAD)
+        push_to_group(peers_ptr, first + 1 + lane, total, epoch, lane < 2 * B, T)
+        one = tl.arange(0, 1)
+        count = _count_arrived(arrived_ptr, epoch, SLOTS, SLOTS_PAD)
+        push_to_group(peers_ptr, first + one, (count + one).to(tl.float32), epoch, one == 0, T)
+        total = await_sums(agreed_ptr + 1, ROW, epoch, timeout_ns, fault_ptr, late_code, B, B_PAD, T, T_PAD)
+        count = _await_least_count(agreed_ptr, ROW, epoch, timeout_ns, fault_ptr, late_code, T, T_PAD)
+    else:
+        total = tl.zeros([2 * B_PAD], tl.float32)
+        # Add in rank order: all ranks of the group get the same bits, so the same verdict.
+        for tp_rank in tl.static_range(T):
+            total += add_sums(sums_ptr + tp_rank * (B * SUMS * 2), B, B_PAD, SUMS, SUMS_PAD)
+        count = _count_arrived(arrived_ptr, epoch, SLOTS, SLOTS_PAD) if T == 1 else _least_count(counts_ptr, T)
     accepted, verdict = request_verdicts(total, live_ptr, forced_ptr, layer, threshold2, ACCEPT_ALL, B, B_PAD)
     requests = tl.arange(0, B_PAD)
     tl.store(hits_ptr + layer * B + requests, accepted.to(tl.int32), mask=requests < B)
     rejected = tl.where(layer == 0, -1, tl.load(progress_ptr))
-    has_arrived = _least_count(arrived_ptr, counts_ptr, tl.load(epoch_ptr), SLOTS, SLOTS_PAD, T) > layer
+    has_arrived = count > layer
     base = tl.load(inbox_ptr + layer.to(tl.int64) * slot_size, volatile=True).to(tl.int32)
     takes = verdict & has_arrived & (base > rejected)
     rejected = tl.where(verdict, rejected, layer)
@@ -269,7 +312,13 @@ def _decide_kernel(
 
 
 def decide(
-    pair: LinkedPair, layer: int, live: Tensor, threshold: float, hits: Tensor, forced: Tensor | None = None
+    pair: LinkedPair,
+    layer: int,
+    live: Tensor,
+    threshold: float,
+    hits: Tensor,
+    timeout_ns: int,
+    forced: Tensor | None = None,
 ) -> None:
     """The verifier's verdict on a layer's `A~` from `pair.sums`, and whether the speculator's x is taken.
 
@@ -279,6 +328,7 @@ def decide(
         live: [B] int32, the same on every rank of the job.
         threshold: lambda >= 0, fixed at capture.
         hits: [L, B] int32; 0 for a request that is not live.
+        timeout_ns: longest wait for the packets of the other ranks of the group.
         forced: [L] int32, as in `roles.decide`.
     Raises:
         ValueError: `threshold` is negative or NaN.
@@ -286,20 +336,24 @@ def decide(
     """
     threshold2, accept_all = squared_threshold(threshold)
     shape, sums, slots = pair.shape, pair.sums.shape[2], len(pair.inbox)
+    exchange = pair.exchange
     compiled = jit_launch(_decide_kernel, (1,))(
-        pair.sums, live, forced, hits, pair.arrived, pair.counts, pair.inbox, pair.progress, pair.outbox[layer + 1],
-        pair.takes(layer), pair.computes(layer), pair.predicts(layer), pair.exchange.epoch, layer,
-        pair.inbox.shape[1], threshold2, ACCEPT_ALL=accept_all, B=shape.batch_size,
-        B_PAD=triton.next_power_of_2(shape.batch_size), SUMS=sums, SUMS_PAD=triton.next_power_of_2(sums), SLOTS=slots,
-        SLOTS_PAD=triton.next_power_of_2(slots), T=shape.tp_size, num_warps=1, **pdl_options(live.device),
+        pair.sums, live, forced, hits, pair.arrived, pair.counts, pair.agreed(layer), exchange.agreed_peers, pair.inbox,
+        pair.progress, pair.outbox[layer + 1], pair.takes(layer), pair.computes(layer), pair.predicts(layer),
+        exchange.epoch, exchange.fault, layer, pair.inbox.shape[1], exchange.tp_rank, timeout_ns, pair.late_peer(layer),
+        threshold2, ACCEPT_ALL=accept_all, B=shape.batch_size, B_PAD=triton.next_power_of_2(shape.batch_size),
+        SUMS=sums, SUMS_PAD=triton.next_power_of_2(sums), SLOTS=slots, SLOTS_PAD=triton.next_power_of_2(slots),
+        T=shape.tp_size, T_PAD=triton.next_power_of_2(shape.tp_size), num_warps=1, **pdl_options(live.device),
     )  # fmt: skip
     set_l1_carveout(compiled)
 
 
-@triton.jit(do_not_specialize=["layer", "slot_size", "timeout_ns", "code"])
+@triton.jit(do_not_specialize=["layer", "slot_size", "rank", "timeout_ns", "code", "late_code"])
 def _choose_x_kernel(
     arrived_ptr,  # [SLOTS] int64
     counts_ptr,  # [T] int32
+    agreed_ptr,  # [T, ROW] int64: of the layer; None: `counts` are gathered
+    peers_ptr,  # [T] int64: address of each rank's `agreed` of all layers
     inbox_ptr,  # [SLOTS, slot_size] int64
     progress_ptr,  # [1] int32: base
     header_ptr,  # [1] int64: of the message behind this layer, or None behind the last one
@@ -308,21 +362,31 @@ def _choose_x_kernel(
     fault_ptr,  # [1] int32
     layer,
     slot_size,
+    rank,
     timeout_ns,
     code,
+    late_code,
+    ROW: tl.constexpr,
     SLOTS: tl.constexpr,
     SLOTS_PAD: tl.constexpr,
     T: tl.constexpr,
+    T_PAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Grid [1]."""
     if PDL:
         gdc_wait()
-    epoch = tl.load(epoch_ptr)
+    epoch, one = tl.load(epoch_ptr), tl.arange(0, 1)
     if header_ptr is None:
         takes = layer > 0  # always, so that both groups compute logits of the same bits
     else:
-        count = _least_count(arrived_ptr, counts_ptr, epoch, SLOTS, SLOTS_PAD, T)
+        if agreed_ptr is not None:
+            count = _count_arrived(arrived_ptr, epoch, SLOTS, SLOTS_PAD)
+            first = (layer * T + rank) * ROW
+            push_to_group(peers_ptr, first + one, (count + one).to(tl.float32), epoch, one == 0, T)
+            count = _await_least_count(agreed_ptr, ROW, epoch, timeout_ns, fault_ptr, late_code, T, T_PAD)
+        else:
+            count = _count_arrived(arrived_ptr, epoch, SLOTS, SLOTS_PAD) if T == 1 else _least_count(counts_ptr, T)
         newest = inbox_ptr + tl.maximum(count - 1, 0).to(tl.int64) * slot_size
         rejected = tl.where(count > 0, tl.load(newest, volatile=True).to(tl.int32), -1)
         base = tl.where(layer == 1, 0, tl.load(progress_ptr))
@@ -331,7 +395,6 @@ def _choose_x_kernel(
         tl.store(progress_ptr, base)
         tl.store(header_ptr, base.to(tl.int64))
     tl.store(takes_ptr, takes.to(tl.int32))
-    one = tl.arange(0, 1)
     wait_packets(arrived_ptr + layer + one, (one == 0) & takes, epoch, timeout_ns, fault_ptr, code + one)
     if PDL:
         # Not earlier: later kernels would take the SM that receives the message.
@@ -343,16 +406,18 @@ def choose_x(pair: LinkedPair, layer: int, timeout_ns: int) -> None:
     since its base. In front of the final norm, layer L, it never does.
 
     Writes the layer's gate `takes`, the base, and the header of its next message. Then it waits, at most `timeout_ns`,
-    for the message that has the verifier's x, if that is taken.
+    for the message that has the verifier's x, if that is taken. Waits for the other ranks of the group are as long.
 
     Capture: graph-safe; allocates nothing.
     """
     shape, exchange, slots = pair.shape, pair.exchange, len(pair.inbox)
-    header = pair.outbox[layer] if layer < shape.num_layers else None
+    is_last = layer == shape.num_layers
+    header, agreed = (None, None) if is_last else (pair.outbox[layer], pair.agreed(layer))
     compiled = jit_launch(_choose_x_kernel, (1,))(
-        pair.arrived, pair.counts, pair.inbox, pair.progress, header, pair.takes(layer), exchange.epoch,
-        exchange.fault, layer, pair.inbox.shape[1], timeout_ns, pair.late_fault, SLOTS=slots,
-        SLOTS_PAD=triton.next_power_of_2(slots), T=shape.tp_size, num_warps=1, **pdl_options(pair.arrived.device),
+        pair.arrived, pair.counts, agreed, exchange.agreed_peers, pair.inbox, pair.progress, header, pair.takes(layer),
+        exchange.epoch, exchange.fault, layer, pair.inbox.shape[1], exchange.tp_rank, timeout_ns, pair.late_fault,
+        pair.late_peer(layer), ROW=shape.agreed_packets, SLOTS=slots, SLOTS_PAD=triton.next_power_of_2(slots),
+        T=shape.tp_size, T_PAD=triton.next_power_of_2(shape.tp_size), num_warps=1, **pdl_options(pair.arrived.device),
     )  # fmt: skip
     set_l1_carveout(compiled)
 

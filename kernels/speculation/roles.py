@@ -41,7 +41,16 @@ from alspec.kernels.comm.ll_packets import LATE_PACKET, fault_code, store_packet
 from alspec.kernels.comm.pair_state import PairState
 from alspec.kernels.common.jit_launch import jit_launch, pdl_options, set_l1_carveout
 
-__all__ = ["add_sums", "decide", "request_verdicts", "step_barrier", "squared_threshold", "update_roles"]
+__all__ = [
+    "add_sums",
+    "await_sums",
+    "decide",
+    "push_to_group",
+    "request_verdicts",
+    "squared_threshold",
+    "step_barrier",
+    "update_roles",
+]
 
 NUM_GATES, GATE_STRIDE = tl.constexpr(pair_state.NUM_GATES), tl.constexpr(pair_state.GATE_STRIDE)
 # (dist2, norm2) pairs that `add_sums` loads at once per request: 256 is what fits a warp's registers for 8 requests.
@@ -185,6 +194,39 @@ def add_sums(sums_ptr, B: tl.constexpr, B_PAD: tl.constexpr, SUMS: tl.constexpr,
 
 
 @triton.jit
+def push_to_group(peers_ptr, offsets, values, epoch, mask, T: tl.constexpr):
+    """Store values as packets at these offsets of a buffer of each rank of the group, this one's included."""
+    for peer in tl.static_range(T):
+        base = tl.load(peers_ptr + peer).to(tl.pointer_type(tl.int64))
+        store_packets(base + offsets, values, epoch, mask)
+
+
+@triton.jit
+def await_sums(
+    packets_ptr,  # the first rank's sums
+    stride,  # packets from one rank's sums to the next rank's
+    epoch,
+    timeout_ns,
+    fault_ptr,
+    late_code,  # of the group's first rank
+    B: tl.constexpr,
+    B_PAD: tl.constexpr,
+    T: tl.constexpr,
+    T_PAD: tl.constexpr,
+):
+    """Wait for the sums of all ranks of the group, and add them in rank order: all ranks get the same bits."""
+    lane, ranks = tl.arange(0, 2 * B_PAD), tl.arange(0, T_PAD)
+    codes = (late_code + ranks)[:, None] + tl.zeros([T_PAD, 2 * B_PAD], tl.int32)
+    ptrs = packets_ptr + ranks[:, None] * stride + lane[None, :]
+    mask = (ranks < T)[:, None] & (lane < 2 * B)[None, :]
+    rank_sums = wait_packets(ptrs, mask, epoch, timeout_ns, fault_ptr, codes)
+    total = tl.sum(tl.where((ranks == 0)[:, None], rank_sums, 0.0), 0)
+    for source in tl.static_range(1, T):
+        total += tl.sum(tl.where((ranks == source)[:, None], rank_sums, 0.0), 0)
+    return total
+
+
+@triton.jit
 def request_verdicts(
     total, live_ptr, forced_ptr, layer, threshold2, ACCEPT_ALL: tl.constexpr, B: tl.constexpr, B_PAD: tl.constexpr
 ):
@@ -242,19 +284,11 @@ def _decide_kernel(
     epoch = tl.load(epoch_ptr)
     total = add_sums(sums_ptr, B, B_PAD, SUMS, SUMS_PAD)
     if T > 1:
-        lane = tl.arange(0, 2 * B_PAD)
-        mask = lane < 2 * B
-        for peer in tl.static_range(T):
-            base = tl.load(peers_ptr + peer).to(tl.pointer_type(tl.int64))
-            store_packets(base + (layer * T + rank) * (2 * B) + lane, total, epoch, mask)
-        ranks = tl.arange(0, T_PAD)
-        codes = (late_code + ranks)[:, None] + tl.zeros([T_PAD, 2 * B_PAD], tl.int32)
-        ptrs = packets_ptr + (layer * T + ranks)[:, None] * (2 * B) + lane[None, :]
-        rank_sums = wait_packets(ptrs, (ranks < T)[:, None] & mask[None, :], epoch, timeout_ns, fault_ptr, codes)
-        # Add in rank order: all ranks get the same bits, so the same verdict.
-        total = tl.sum(tl.where((ranks == 0)[:, None], rank_sums, 0.0), 0)
-        for source in tl.static_range(1, T):
-            total += tl.sum(tl.where((ranks == source)[:, None], rank_sums, 0.0), 0)
+        lane, first = tl.arange(0, 2 * B_PAD), layer * T * (2 * B)
+        push_to_group(peers_ptr, first + rank * (2 * B) + lane, total, epoch, lane < 2 * B, T)
+        total = await_sums(
+            packets_ptr + first, 2 * B, epoch, timeout_ns, fault_ptr, late_code, B, B_PAD, T, T_PAD
+        )  # fmt: skip
     accepted, verdict = request_verdicts(total, live_ptr, forced_ptr, layer, threshold2, ACCEPT_ALL, B, B_PAD)
     requests = tl.arange(0, B_PAD)
     # Send to the paired rank first: it is waiting.

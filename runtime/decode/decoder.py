@@ -154,6 +154,7 @@ class Decoder:
     products: Products = field(default_factory=FusedProducts, kw_only=True)
 
     first_timeout_ns: ClassVar[int] = STEP_TIMEOUT_NS  # of the first all-reduce
+    timeout_ns: ClassVar[int] = TIMEOUT_NS  # of the others, and of the logits
     spare_sms: ClassVar[int] = 0  # SMs that attention leaves free
 
     @property
@@ -277,7 +278,7 @@ class Decoder:
         self.products.push_partial(act, weight, exchange, reduce_index, gate, bias)
         if exchange.packets is None:
             branch.all_reduce(exchange.partial)
-        timeout_ns = self.first_timeout_ns if reduce_index == 0 else TIMEOUT_NS
+        timeout_ns = self.first_timeout_ns if reduce_index == 0 else self.timeout_ns
         next_gate = None if verdict is None else next_gate
         reduce_norm(
             exchange, reduce_index, timeout_ns, buffers.x, gamma, buffers.x_norm, buffers.square_sums, gate, next_gate,
@@ -296,6 +297,6 @@ class Decoder:
         )
         gathered = exchange.shard if exchange.packets is not None else self.all_gather(exchange.shard)
         collect_logits(
-            exchange, gathered, TIMEOUT_NS, reduce_index, buffers.logits, buffers.best, buffers.best_token,
+            exchange, gathered, self.timeout_ns, reduce_index, buffers.logits, buffers.best, buffers.best_token,
             min(self.config.vocab_size, buffers.logits.shape[1]),
         )  # fmt: skip

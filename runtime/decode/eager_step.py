@@ -59,7 +59,7 @@ def gather_logits(model: Llama, transport: Transport, x: Tensor) -> Tensor:
     rows = -(-vocab_size // transport.placement.shard.vocab_shards)
     shard = model.lm_head(x)
     padded = torch.nn.functional.pad(shard, (0, rows - shard.shape[1]))
-    return transport.gather_vocabulary(padded).movedim(0, 1).flatten(1)[:, :vocab_size]
+    return transport.all_gather_peers(padded).movedim(0, 1).flatten(1)[:, :vocab_size]
 
 
 def choose_tokens(

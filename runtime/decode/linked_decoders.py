@@ -35,7 +35,7 @@ from alspec.kernels.speculation.linked_pair import (
     snapshot,
     take_x,
 )
-from alspec.runtime.decode.decoder import STEP_TIMEOUT_NS, Decoder, LaunchContext, SpeculationState
+from alspec.runtime.decode.decoder import STEP_TIMEOUT_NS, TIMEOUT_NS, Decoder, LaunchContext, SpeculationState
 from alspec.runtime.decode.hooks import OperationHook
 from alspec.runtime.distributed.pair_link import LINK_SMS, Expected, PairLink
 
@@ -82,11 +82,16 @@ class LinkedDecoder(Decoder):
         return [(message, partial(note_arrival, self.pair, slot)) for slot, message in enumerate(messages)]
 
     def _agree(self) -> None:
-        """Let the ranks of a group see the same messages."""
+        """Let the ranks of a group see the same messages. Over packets, the next kernel does it."""
         self.link.poll()
-        if self.exchange.tp_size > 1:
+        if self._gathers:
             snapshot(self.pair)
-            self.gather_group(self.pair.counts)
+            self._gather_group(self.pair.counts)
+
+    @property
+    def _gathers(self) -> bool:
+        """Collectives gather what the ranks of the group agree on."""
+        return self.exchange.tp_size > 1 and self.exchange.agreed is None
 
     def _predict(self, layer: int, gate: Tensor | None = None) -> None:
         """`A~` in place of `A`: the same bits in both groups."""
@@ -99,7 +104,7 @@ class LinkedDecoder(Decoder):
             buffers.attn_out, buffers.lse, output, "predictor", gate,
         )  # fmt: skip
 
-    def gather_group(self, rows: Tensor) -> None:
+    def _gather_group(self, rows: Tensor) -> None:
         """Fill rows [T, ...] with those of the group's ranks, in place."""
         rows.copy_(self.all_gather(rows[self.exchange.tp_rank]))
 
@@ -138,9 +143,10 @@ class Verifier(LinkedDecoder):
     def _decide(self, layer: int) -> None:
         buffers, pair, speculation = self.buffers, self.pair, self.speculation
         self._agree()
-        if self.exchange.tp_size > 1:
-            self.gather_group(pair.sums)
-        decide(pair, layer, speculation.live, speculation.threshold, speculation.hits, speculation.forced)
+        if self._gathers:
+            self._gather_group(pair.sums)
+        timeout_ns = STEP_TIMEOUT_NS if layer == 0 else TIMEOUT_NS  # the first exchange of the group in a step
+        decide(pair, layer, speculation.live, speculation.threshold, speculation.hits, timeout_ns, speculation.forced)
         self._predict(layer, pair.predicts(layer))
         take_x(
             pair, layer, buffers.x, self._gammas[layer][1], buffers.x_norm, buffers.square_sums, STEP_TIMEOUT_NS
@@ -161,6 +167,8 @@ class Verifier(LinkedDecoder):
 @dataclass
 class Speculator(LinkedDecoder):
     """The group that computes on `A~` alone, ahead of the verifier."""
+
+    timeout_ns: ClassVar[int] = STEP_TIMEOUT_NS  # each rank waits for messages of its own
 
     def run_layers(self, operation: OperationHook) -> None:
         """As `Decoder`; then x is the verifier's."""

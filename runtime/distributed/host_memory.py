@@ -32,27 +32,27 @@ class HostMemoryError(RuntimeError):
 
 
 def share_host_memory(num_words: int, transport: Transport) -> Tensor:
-    """Allocate zeroed host memory that all ranks of the job share.
+    """Allocate zeroed host memory that the peers (`Placement.peers`) share, which are on one host.
 
-    All ranks call it together, on one host. The pages live as long as the tensors that use them.
+    All ranks of the job call it together. The pages live as long as the tensors that use them.
 
     Args:
         num_words: size, the same on all ranks.
         transport: connects the ranks.
     Returns:
-        [num_words] int64 on this rank's GPU device; the same host memory on all ranks.
+        [num_words] int64 on this rank's GPU device; the same host memory on all peers.
     Raises:
         HostMemoryError: this rank or another one cannot allocate, open or pin the memory.
     """
     device, num_bytes = transport.device, 8 * num_words
     file, packets, reason = -1, None, ""
     try:
-        if transport.placement.rank == 0:
+        if transport.placement.peer_rank == 0:
             try:
                 file = _create(num_bytes)
             except Exception as error:  # any error: the other ranks wait for the outcome
                 reason = one_line(error)
-        location = transport.all_gather_world(torch.tensor(_location_of(file), device=device))[0].tolist()
+        location = transport.all_gather_peers(torch.tensor(_location_of(file), device=device))[0].tolist()
         if location[1] >= 0:
             try:
                 packets = _pin(_open(location, num_bytes), device)

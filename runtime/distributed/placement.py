@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,6 +18,7 @@ from alspec.models.llama_config import LlamaConfig
 __all__ = [
     "Placement",
     "PeerMemory",
+    "check_links",
     "choose_device",
     "choose_graph",
     "choose_mode",
@@ -27,7 +29,7 @@ __all__ = [
 ]
 
 PeerMemory = Literal["symm", "host"]  # GPU memory of peers; pinned host memory
-# --transport -> peer memories to try, best first.
+# --transport or --pair-transport -> peer memories to try, best first.
 PEER_MEMORIES: dict[str, tuple[PeerMemory, ...]] = {"auto": ("symm", "host"), "symm": ("symm",), "host": ("host",)}
 
 
@@ -99,10 +101,39 @@ class Placement:
         return (self.rank + self.tp_size) % self.world_size
 
     @property
+    def group_ranks(self) -> range:
+        """The ranks of this rank's group."""
+        return range(self.group * self.tp_size, (self.group + 1) * self.tp_size)
+
+    @property
+    def peers(self) -> range:
+        """The ranks that share the vocabulary, and memory for packets: all of the job, or those of a linked group."""
+        return self.group_ranks if self.is_linked else range(self.world_size)
+
+    @property
+    def peer_rank(self) -> int:
+        """Rank among the peers."""
+        return self.rank - self.peers.start
+
+    @property
+    def host_ranks(self) -> range:
+        """The ranks on this rank's host."""
+        first = self.rank - self.local_rank
+        return range(first, first + self.local_world_size)
+
+    def is_inside_host(self, ranks: range) -> bool:
+        """Whether all of these ranks, one of which is this one, are on this rank's host."""
+        return ranks.start >= self.host_ranks.start and ranks.stop <= self.host_ranks.stop
+
+    @property
+    def peer_gpus(self) -> list[int]:
+        """The GPUs of the peers, which are on this rank's host."""
+        return [rank - self.host_ranks.start for rank in self.peers]
+
+    @property
     def shard(self) -> Shard:
-        """This rank's part of the weights; the vocabulary is split over all ranks of the job, or of a linked group."""
-        vocab = (self.tp_rank, self.tp_size) if self.is_linked else (self.rank, self.world_size)
-        return Shard(self.tp_rank, self.tp_size, *vocab)
+        """This rank's part of the weights; the vocabulary is split over the peers."""
+        return Shard(self.tp_rank, self.tp_size, self.peer_rank, len(self.peers))
 
 
 def choose_mode(requested: str, config: LlamaConfig, world_size: int) -> tuple[str, int]:
@@ -139,7 +170,40 @@ def choose_mode(requested: str, config: LlamaConfig, world_size: int) -> tuple[s
 
 def is_linked(config: EngineConfig, placement: Placement) -> bool:
     """Whether the two groups of a pair exchange messages over NCCL: as asked for, or because they span hosts."""
-    return config.transport == "nccl" or placement.local_world_size < placement.world_size
+    if config.pair_transport != "auto":
+        return config.pair_transport == "nccl"
+    return config.transport == "nccl" or not placement.is_inside_host(range(placement.world_size))
+
+
+def check_links(config: EngineConfig, mode: str, placement: Placement, device: torch.device) -> None:
+    """Refuse transports that exclude each other, or that these ranks cannot have.
+
+    Args:
+        mode: speculation mode in use.
+        placement: complete, with groups and link.
+    Raises:
+        UserError: names the flag.
+    """
+    inside, between = config.transport, config.pair_transport
+    if between != "auto" and mode != "paired":
+        raise UserError(f"pair_transport: {between} needs --speculation paired, found {mode}; leave it out")
+    if between == "gloo" and device.type == "cuda":
+        raise UserError("pair_transport: gloo is for the CPU, and this runs on GPUs; use nccl, or --transport gloo")
+    if between not in ("auto", "gloo") and device.type != "cuda":
+        raise UserError(f"pair_transport: {between} needs GPUs, and this runs on the CPU; use auto or gloo")
+    if between in ("symm", "host"):
+        if not placement.is_inside_host(range(placement.world_size)):
+            raise UserError(f"pair_transport: {between} works inside one host, found several hosts; use auto or nccl")
+        if inside not in ("auto", between):
+            raise UserError(
+                f"pair_transport: {between} needs the same memory inside a group, found --transport {inside}; "
+                f"use --transport {between}, or --pair-transport nccl"
+            )
+    if inside in ("symm", "host") and len(placement.peers) > 1 and not placement.is_inside_host(placement.peers):
+        raise UserError(
+            f"transport: {inside} works inside one host, and the {len(placement.peers)} ranks that exchange results "
+            "are on several hosts; use auto or nccl"
+        )
 
 
 def choose_device(config: EngineConfig, placement: Placement) -> tuple[torch.device, str, str]:
@@ -165,39 +229,40 @@ def choose_device(config: EngineConfig, placement: Placement) -> tuple[torch.dev
 
 
 def peer_memory_candidates(
-    config: EngineConfig, mode: str, world_size: int, has_decoder: bool
+    config: EngineConfig, mode: str, num_peers: int, has_decoder: bool
 ) -> tuple[PeerMemory, ...]:
     """Peer memories to try for LL packets, best first; empty if the fused kernels of a step do not decode.
 
     Args:
-        config: names the transport.
+        config: names the transports.
         mode: speculation mode in use, for the message.
-        world_size: ranks of the job.
+        num_peers: ranks that exchange results.
         has_decoder: the fused kernels decode.
     Raises:
         UserError: the transport names a peer memory, and the fused kernels do not decode.
     """
     requested = config.transport
     candidates = PEER_MEMORIES.get(requested, ())
+    if requested == "auto" and config.pair_transport in PEER_MEMORIES:
+        candidates = PEER_MEMORIES[config.pair_transport]
     if requested != "auto" and candidates and not has_decoder:
         raise UserError(
             f"transport: {requested} is not available with speculation {mode}; "
             "use --speculation off or paired, or --transport nccl"
         )
-    return candidates if has_decoder and world_size > 1 else ()
+    return candidates if has_decoder and num_peers > 1 else ()
 
 
-def pairs_without_access(num_gpus: int) -> list[tuple[int, int]]:
-    """Return the pairs (a, b) of this host's first `num_gpus` GPUs where a cannot access the memory of b."""
-    pairs = itertools.permutations(range(num_gpus), 2)
-    return [(a, b) for a, b in pairs if not torch.cuda.can_device_access_peer(a, b)]
+def pairs_without_access(gpus: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the pairs (a, b) of these GPUs of this host where a cannot access the memory of b."""
+    return [(a, b) for a, b in itertools.permutations(gpus, 2) if not torch.cuda.can_device_access_peer(a, b)]
 
 
-def why_no_peers(num_gpus: int) -> str:
-    """Return why the first `num_gpus` GPUs of this host cannot write to each other's memory; '' if they can."""
+def why_no_peers(gpus: Sequence[int]) -> str:
+    """Return why these GPUs of this host cannot write to each other's memory; '' if they can."""
     if os.environ.get("NCCL_P2P_DISABLE") == "1":
         return "NCCL_P2P_DISABLE=1"
-    without = pairs_without_access(num_gpus)
+    without = pairs_without_access(gpus)
     return f"GPU {without[0][0]} cannot reach GPU {without[0][1]}" if without else ""
 
 

@@ -244,9 +244,16 @@ class Transport:
         dist.all_gather(list(out.unbind()), tensor.contiguous())
         return out
 
-    def gather_vocabulary(self, tensor: Tensor) -> Tensor:
-        """[...] on each rank -> [shards, ...], over the ranks that share the vocabulary (`Placement.shard`)."""
+    def all_gather_peers(self, tensor: Tensor) -> Tensor:
+        """[...] on each rank -> [peers, ...] in rank order, over the ranks of `Placement.peers`."""
         return self.all_gather_group(tensor) if self.placement.is_linked else self.all_gather_world(tensor)
+
+    @property
+    def peer_group(self) -> dist.ProcessGroup:
+        """The process group of `Placement.peers`."""
+        group = self._tp_group if self.placement.is_linked else dist.group.WORLD
+        assert group is not None
+        return group
 
     def gather_pair(self, tensor: Tensor) -> Tensor:
         """[...] on each rank of a pair -> [2, ...] in group order."""

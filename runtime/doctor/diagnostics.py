@@ -165,7 +165,7 @@ def links(scope: Scope) -> str:
         skip("one GPU here")
     if scope.placement.local_rank != 0:
         skip("local rank 0 checks the links")
-    without = pairs_without_access(scope.num_gpus)
+    without = pairs_without_access(range(scope.num_gpus))
     access = "no peer access " + " ".join(f"{a}-{b}" for a, b in without) if without else "peer access everywhere"
     rates = []
     with torch.cuda.device(0):
@@ -318,7 +318,7 @@ def nccl(scope: Scope) -> str:
 def symmetric_memory(scope: Scope) -> str:
     """A kernel of each rank writes to the memory of all others and reads what they wrote to its own."""
     transport = _transport_of_one_host(scope)
-    reason = why_no_peers(scope.placement.world_size)
+    reason = why_no_peers(scope.placement.peer_gpus)
     if reason:
         skip(reason)
     if _SymmetricMemory.has_multicast_support(DeviceType.CUDA, transport.device.index):
@@ -333,7 +333,7 @@ def host_memory(scope: Scope) -> str:
     try:
         return _exchange_result(transport, "host")
     except HostMemoryError as error:
-        if why_no_peers(scope.placement.world_size):
+        if why_no_peers(scope.placement.peer_gpus):
             raise
         skip(f"{error}; not needed, GPUs reach each other")
 
@@ -385,7 +385,7 @@ def gloo(scope: Scope) -> str:
     return f"all-reduce of 8 KB over {world_size} ranks right, {min(times):.0f} us"
 
 
-@check("pair link", "a pair over a network (--transport nccl, several hosts) sends a message in each layer")
+@check("pair link", "a pair over a network (--pair-transport nccl, several hosts) sends a message in each layer")
 def pair_link(scope: Scope) -> str:
     """A message to the rank of the other half of the ranks, and back, arrives as it was sent."""
     scope.need_ranks()

@@ -35,6 +35,7 @@ from alspec.runtime.distributed.peer_memory import build_exchanges, probe_peer_m
 from alspec.runtime.distributed.placement import (
     PeerMemory,
     Placement,
+    check_links,
     choose_device,
     choose_graph,
     choose_mode,
@@ -107,14 +108,18 @@ def choose(config: EngineConfig, model: LlamaConfig, has_trace: bool) -> Choices
             f"speculation: a pair, because heads do not divide over {placement.world_size} ranks; A~ within lambda "
             f"{config.speculation.threshold:g} is accepted (threshold 0 accepts none)"
         )
+    if mode == "off" and requested == "auto" and not placement.is_inside_host(range(placement.world_size)):
+        notices.append(
+            "speculation: off, with two all-reduces over the network in each layer; a pair waits for no message "
+            "(--speculation paired), and one host alone may be faster (docs/two_hosts.md)"
+        )
     has_fused_step = device.type == "cuda" and mode in ("off", "paired")
     if has_fused_step and mode == "paired":
         placement = replace(placement, is_linked=is_linked(config, placement))
     if device.type == "cuda" and not has_fused_step:
         notices.append(f"{mode}: operations are launched one by one; captured steps serve off and paired")
-    candidates = (
-        () if placement.is_linked else peer_memory_candidates(config, mode, placement.world_size, has_fused_step)
-    )
+    check_links(config, mode, placement, device)
+    candidates = peer_memory_candidates(config, mode, len(placement.peers), has_fused_step)
     uses_graph = choose_graph(config, mode, device, has_fused_step, has_trace)
     if has_trace and has_fused_step:
         notices.append("operations are launched one by one, because --trace times each of them")
@@ -163,8 +168,8 @@ def find_peer_memory(choices: Choices, requested: str, transport: Transport) -> 
     peer_memory, reason = probe_peer_memory(choices.candidates, transport)
     if peer_memory is None and requested != "auto":
         raise UserError(f"transport: {requested} does not work here: {reason}; use auto or nccl")
-    if peer_memory is None and choices.mode == "paired":
-        raise UserError(f"transport: no memory that both groups reach: {reason}; use --transport nccl")
+    if peer_memory is None and choices.mode == "paired" and not choices.placement.is_linked:
+        raise UserError(f"transport: no memory that both groups reach: {reason}; use --pair-transport nccl")
     used = peer_memory or choices.backend
     return peer_memory, [f"transport: {used}, because symm does not work here ({reason})"] if reason else []
 
@@ -231,12 +236,12 @@ def build_captured_step(
     shape = _pair_shape(model, cache, transport, peer_memory, speculation)
     exchange, logit_exchange, pair = build_exchanges(
         transport, peer_memory, 2 * config.num_layers, batch_size, config.hidden_size, config.vocab_size,
-        shape if speculation and peer_memory else None,
+        shape if speculation else None,
     )  # fmt: skip
     common = (
         config, model.weights, model.inv_freq, cache,
         DecodeBuffers.allocate(config, tp_size, batch_size, model.weights.embedding.dtype, device),
-        exchange, logit_exchange, transport.all_reduce, transport.gather_vocabulary,
+        exchange, logit_exchange, transport.all_reduce, transport.all_gather_peers,
     )  # fmt: skip
     if speculation is None:
         products = choose_products(model, tp_size, batch_size)
@@ -272,11 +277,14 @@ def _pair_shape(
     peer_memory: PeerMemory | None,
     speculation: SpeculationConfig | None,
 ) -> PairShape:
-    """Sizes of a pair's memory. `A~` comes in parts over `symm`; in the host's memory readers would wait in line."""
+    """Sizes of a pair's memory.
+
+    `A~` comes in parts over `symm`. In the host's memory readers would wait in line, and over a link none reads it.
+    """
     config, batch_size, tp_size = model.config, cache.batch_size, transport.placement.tp_size
     num_heads, parts, recalled = config.num_qo_heads // tp_size, 1, 0 if speculation is None else speculation.recalled
     layers = [cache.layer(layer) for layer in range(cache.num_layers)]
-    if speculation is not None and peer_memory == "symm":
+    if speculation is not None and peer_memory == "symm" and not transport.placement.is_linked:
         parts = min(attend_spec_parts(layer, num_heads, speculation.chunk_size, transport.device) for layer in layers)
     if recalled:
         parts += attend_recall_parts(layers, recalled)

@@ -111,8 +111,10 @@ class Resources:
 
     @property
     def transport_name(self) -> str:
-        """How this rank's results reach the others while decoding."""
-        return self._peer_memory if self._peer_memory and self.is_fused else self._choices.backend
+        """How ranks exchange results while decoding; `symm+nccl`: inside a group, and between the two of a pair."""
+        backend = self._choices.backend
+        inside = self._peer_memory if self._peer_memory and self.is_fused else backend
+        return f"{inside}+{backend}" if self.placement.is_linked and inside != backend else inside
 
     @property
     def is_fused(self) -> bool:

@@ -49,8 +49,9 @@ LOAD_LIMIT_S = 60.0
 # Python's lock (a large json.load, a regular expression), and gets as much time as while it reads weights. A smaller
 # share means a deadlock: CPU time from before the deadlock, at most one period, is a small share of the limit.
 BUSY_SHARE = 0.15
-# Time for Python's own handling of Ctrl-C before another thread ends a command.
-STORE_GONE = "the job's key-value store is gone: torchrun (or rank 0) died"
+STORE_GONE = "the job's key-value store is gone"
+# Ranks on the store's host that end leave the others this time to read why.
+LAST_WORDS_S = 3 * PERIOD_S
 
 
 class Heartbeat:
@@ -228,7 +229,7 @@ class Heartbeat:
             try:
                 lost = self._lost_rank(TERMINATED_LIMIT_S, is_waiting=self._wait_failed)
             except (dist.DistError, RuntimeError):
-                lost = RankFailureError(STORE_GONE)
+                lost = self._store_gone_error()
             if lost:
                 return lost
             time.sleep(0.1)
@@ -253,6 +254,8 @@ class Heartbeat:
             if is_interrupt and self._placement.rank == 0:
                 sys.stderr.write("\n")  # after ^C, and possibly an unfinished line of text
             print_error(error)
+            if not is_interrupt:
+                self._release_others()
             os._exit(error.exit_code)
 
     def end_failed(self, error: Exception) -> NoReturn:
@@ -262,7 +265,37 @@ class Heartbeat:
             traceback.print_exc()
             tell_torchrun(f"{self._own_failure(error)}; its traceback is in its output above")
             sys.stderr.flush()
+            self._release_others()
             os._exit(1)
+
+    def _release_others(self) -> None:
+        """Kill stopped ranks of this host, for which torchrun would wait, and let other hosts read why this rank ends.
+
+        The store ends with torchrun on its host, and that with the last rank there.
+        """
+        if not self.watching:
+            return
+        for beat, *_ in list(self._seen.values()):
+            if process_state(beat)[0] == "stopped":
+                kill_stalled(beat)
+        here = self._placement.host_ranks
+        elsewhere = [rank for rank in self._seen if rank not in here] if 0 in here else []
+        deadline = time.monotonic() + LAST_WORDS_S
+        with contextlib.suppress(dist.DistError, RuntimeError):
+            assert self._store is not None
+            while elsewhere and time.monotonic() < deadline:
+                beats = [json.loads(self._store.get(self._key(rank))) for rank in elsewhere]
+                if all(beat["cause"] or beat["ended"] for beat in beats):
+                    return
+                time.sleep(0.05)
+
+    def _store_gone_error(self) -> RankFailureError:
+        """The error of a lost store. On its host a rank or torchrun died, and no rank there has said which."""
+        if 0 in self._seen and 0 not in self._placement.host_ranks:
+            beat = self._seen[0][0]
+            where = f"step {beat['step']}, operation {beat['op']}"
+            return RankFailureError(f"rank 0 died at {where}, or torchrun on its host: {STORE_GONE}")
+        return RankFailureError(f"{STORE_GONE}: torchrun (or rank 0) died")
 
     def publish_error(self, cause: AlspecError) -> None:
         """Publish why this process is about to exit; the other ranks repeat it."""
@@ -341,7 +374,7 @@ class Heartbeat:
             except (dist.DistError, RuntimeError):
                 is_store_gone = True
             if is_store_gone and (self._is_stuck() or not self._store_host_has_left()):
-                lost = RankFailureError(STORE_GONE)
+                lost = self._store_gone_error()
             if lost and not self._has_failed and not self._stopped.is_set():
                 self.end_process(lost)
             if terminated_at is not None:

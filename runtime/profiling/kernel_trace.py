@@ -22,8 +22,9 @@ from alspec.runtime.decode.decode_step import StepRecord
 from alspec.runtime.engine.engine import Engine
 from alspec.runtime.faults.heartbeat import LOADING
 from alspec.runtime.profiling.kernel_names import PRE_ATTENTION, STEP_END, Row, operation_of, work_us
+from alspec.runtime.profiling.link_trace import is_linked, mark_linked
 
-__all__ = ["TRACE_STEPS", "is_linked", "kernel_rows", "label", "layer_parts", "step_kernels"]
+__all__ = ["TRACE_STEPS", "kernel_rows", "label", "layer_parts", "step_kernels"]
 
 TRACE_STEPS = 5
 
@@ -31,9 +32,9 @@ TRACE_STEPS = 5
 def kernel_rows(engine: Engine, context: int, token_ids: list[int]) -> tuple[list[Row], list[list[int]]]:
     """Trace `TRACE_STEPS` steps of `engine.decode` from `context` tokens on; every rank calls it.
 
-    Time zero is the end of the previous step. On one host all ranks share the profiler's clock, so zero is the earliest
-    end of that step on any rank. On several hosts clocks may differ, so each rank has its own zero. Ranks end a step
-    nearly together, when the last rank's logits have arrived.
+    Time zero is the end of the previous step. The ranks of a host share the profiler's clock, so zero is the earliest
+    end of that step on any of them. Clocks of hosts may differ, so each host has its own zero. Ranks end a step nearly
+    together, when the last rank's logits have arrived; those of a pair over a link a message apart.
 
     Args:
         engine: loaded and prepared.
@@ -59,8 +60,8 @@ def kernel_rows(engine: Engine, context: int, token_ids: list[int]) -> tuple[lis
         exported = json.loads(Path(folder, "trace.json").read_text(encoding="utf-8"))
     zero_ns, kernels = step_kernels(exported)
     zeros: Tensor = transport.all_gather_world(torch.tensor(zero_ns, device=engine.device))
-    if placement.local_world_size == placement.world_size:
-        zero_ns = int(zeros.min())
+    here = placement.host_ranks
+    zero_ns = int(zeros[here.start : here.stop].min())
     rows = [
         {
             "kernel": name,
@@ -109,25 +110,22 @@ def label(rows_by_rank: list[list[Row]], verdicts: list[list[int]]) -> list[list
         verdicts: [steps][L] of a pair; else empty.
     Returns:
         `{"op", "kernel", "layer", "step", "start_us", "end_us", "ready_us", "open"}`. A kernel that is not open
-        returned at once; over a link, where that depends on messages, all count as open.
+        returned at once. Over a link there is more: `link_trace.mark_linked`.
     Raises:
         AlspecError: kernels are missing.
     """
     labelled = []
     for steps in _steps(rows_by_rank):
         labelled.append(_label_rows(steps, is_pair=bool(verdicts)))
-    if verdicts and not is_linked(labelled):
+    if verdicts and is_linked(labelled):
+        mark_linked(labelled, verdicts)
+    elif verdicts:
         senders = _senders(labelled, verdicts)
         for rank, rows in enumerate(labelled):
             group = rank * 2 // len(labelled)
             for row in rows:
                 row["open"] = _is_open(row, group, senders[row["step"] - 1], verdicts[row["step"] - 1])
     return labelled
-
-
-def is_linked(labelled: list[list[Row]]) -> bool:
-    """Whether these kernels belong to a pair over a link."""
-    return any("note_arrival" in row["kernel"] for row in labelled[0])
 
 
 def _steps(rows_by_rank: list[list[Row]]) -> list[list[list[Row]]]:
@@ -159,9 +157,11 @@ def _label_rows(steps: list[list[Row]], is_pair: bool) -> list[Row]:
     """One rank's rows with `op`, `layer`, `ready_us` and `open`."""
     labelled: list[Row] = []
     for rows in steps:
-        ready_us = max((row["end_us"] for row in labelled), default=0.0)
-        *ready, _ = accumulate((row["end_us"] for row in rows), max, initial=ready_us)
+        # Messages of a link run beside the step: no kernel waits for their end.
         labels = _ops_and_layers([row["kernel"] for row in rows], is_pair)
+        ends_us = [0.0 if op == "message" else row["end_us"] for row, (op, _) in zip(rows, labels, strict=True)]
+        ready_us = max((row["end_us"] for row in labelled if row["op"] != "message"), default=0.0)
+        *ready, _ = accumulate(ends_us, max, initial=ready_us)
         labelled += [
             {"op": op, "layer": layer} | row | {"ready_us": since_us, "open": True}
             for row, (op, layer), since_us in zip(rows, labels, ready, strict=True)
@@ -176,6 +176,9 @@ def _ops_and_layers(names: list[str], is_pair: bool) -> list[tuple[str, int]]:
     op, layer = "embed", -1
     found = []
     for index, name in enumerate(names):
+        if operation_of(name) == "message":
+            found.append(("message", max(layer, 0)))
+            continue
         op = operation_of(name) or op
         if op == "full_attention" and not is_pair:
             op = "attention"

@@ -483,6 +483,7 @@ def test_every_field_has_a_flag() -> None:
         "kv-protect": "2",
         "softmax": "sas",
         "transport": "gloo",
+        "pair-transport": "nccl",
         "cuda-graph": "off",
         "dtype": "fp16",
         "max-context": "77",

@@ -49,6 +49,7 @@ class Run:
     fast: tuple[str, ...] = ()  # without any, the run is full only
     protect: int = 0
     recall: int = 0  # blocks
+    pair: str = "auto"  # --pair-transport
 
     def __str__(self) -> str:
         return self.name
@@ -59,7 +60,8 @@ class Run:
 
     def case(self, is_full: bool) -> dict[str, Any]:
         """A case of gpu_worker.py."""
-        engine = {"speculation": {"mode": self.mode}, "dtype": self.dtype, "transport": self.transport}
+        engine = {"speculation": {"mode": self.mode}, "dtype": self.dtype}
+        engine |= {"transport": self.transport, "pair_transport": self.pair}
         recall = {"predictor": "recall", "recall_blocks": self.recall}
         engine["speculation"] |= recall if self.recall else {"predictor": "window"}
         engine |= {"cuda_graph": self.graph, "kv_cache": self.kv_cache, "kv_protect": self.protect}
@@ -129,6 +131,9 @@ ALL_RUNS = {
         Run("paired4", "paired", "symm", "on", THRESHOLDS_OF_4, fast=("0.1",)),
         Run("host_paired4", "paired", "host", "on"),
         Run("swapped4", "paired", "nccl", "on", THRESHOLDS_OF_4),
+        Run("linked4", "paired", "symm", "on", THRESHOLDS_OF_4, fast=("0.1",), pair="nccl"),
+        Run("host_linked4", "paired", "host", "on", pair="nccl"),
+        Run("linked_launched4", "paired", "symm", "off", pair="nccl"),
         Run("turbo_paired4", "paired", "symm", "on", kv_cache="turbo4"),
         Run("turbo_paired_launched4", "paired", "symm", "off", kv_cache="turbo4"),
         Run("bf16_paired4", "paired", "symm", "on", dtype="bf16"),
@@ -145,7 +150,7 @@ WAVES = (
 )
 WITH_LONG = (
     *("simulated1", "paired2", "swapped2", "bf16_paired2", "bf16_paired_launched2"),
-    *(() if FOUR_SHARE else ("paired4", "swapped4")),
+    *(() if FOUR_SHARE else ("paired4", "swapped4", "linked4")),
 )
 
 
@@ -255,7 +260,7 @@ def test_every_job_ran_as_asked(results: dict[str, list[dict]], is_full: bool) -
             assert len(short(rows)) == len(_batches(world_size)) * len(thresholds)
             for row in rows:
                 assert row["device"] == "cuda"
-                assert world_size == 1 or row["transport"] == run.transport
+                assert world_size == 1 or row["transport"] == run.transport + ("+nccl" if run.pair == "nccl" else "")
                 assert row["cuda_graph"] == (run.graph == "on")
 
 

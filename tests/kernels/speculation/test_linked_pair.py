@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
 import pytest
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from alspec.kernels.attention.dispatch import KVLayer
 from alspec.kernels.comm.exchange import Exchange
-from alspec.kernels.comm.ll_packets import unpack_packets
+from alspec.kernels.comm.ll_packets import LATE_PACKET, fault_code, unpack_packets
 from alspec.kernels.comm.pair_state import PairShape
 from alspec.kernels.norm.residual import num_square_sums
 from alspec.kernels.speculation.linked_pair import (
@@ -33,9 +33,9 @@ TIMEOUT_NS = 10**8
 CAPACITY, POSITION = 6, 4  # of the caches; of the newest token
 
 
-def linked_pairs(device: torch.device, shape: PairShape) -> list[list[LinkedPair]]:
-    """[group][tp_rank]."""
-    return [
+def linked_pairs(device: torch.device, shape: PairShape, has_packets: bool = False) -> list[list[LinkedPair]]:
+    """[group][tp_rank]. has_packets: the ranks of a group agree over packets."""
+    found = [
         [
             LinkedPair.allocate(
                 shape,
@@ -54,6 +54,20 @@ def linked_pairs(device: torch.device, shape: PairShape) -> list[list[LinkedPair
         ]
         for group in range(2)
     ]
+    return [with_packets(group) for group in found] if has_packets else found
+
+
+def with_packets(group: list[LinkedPair]) -> list[LinkedPair]:
+    """The same ranks, which agree over packets."""
+    shape, device = group[0].shape, group[0].arrived.device
+    agreed = torch.zeros(
+        shape.tp_size, shape.num_layers, shape.tp_size, shape.agreed_packets, dtype=torch.int64, device=device
+    )
+    peers = torch.tensor([each.data_ptr() for each in agreed], device=device)
+    exchanges = [
+        replace(pair.exchange, agreed=own, agreed_peers=peers) for pair, own in zip(group, agreed, strict=True)
+    ]
+    return [replace(pair, exchange=exchange) for pair, exchange in zip(group, exchanges, strict=True)]
 
 
 def store(packets: Tensor, values: Tensor, epoch: int) -> None:
@@ -112,9 +126,9 @@ class Rank:
 class Pair:
     """All ranks of two groups, and the links between them."""
 
-    def __init__(self, device: torch.device, shape: PairShape, seed: int) -> None:
+    def __init__(self, device: torch.device, shape: PairShape, seed: int, has_packets: bool) -> None:
         self.rng, self.shape, self.device = random.Random(seed), shape, device
-        self.groups = [[self._rank(pair) for pair in pairs] for pairs in linked_pairs(device, shape)]
+        self.groups = [[self._rank(pair) for pair in pairs] for pairs in linked_pairs(device, shape, has_packets)]
 
     def _rank(self, pair: LinkedPair) -> Rank:
         size = self.shape.batch_size, self.shape.num_kv_heads, CAPACITY, self.shape.head_dim
@@ -130,13 +144,23 @@ class Pair:
         (rank.pair.inbox[slot] if slot < len(rank.pair.inbox) else rank.pair.ending).copy_(message)
         note_arrival(rank.pair, slot)
 
-    def gather(self, group: list[Rank]) -> None:
-        """The ranks of a group see the same messages."""
-        if len(group) > 1:
+    def agree(self, group: list[Rank], launch: Callable[[Rank], None]) -> None:
+        """Launch what needs the ranks of the group to see the same messages, on all of them."""
+        if group[0].pair.exchange.agreed is not None:
+            for rank in group:
+                # A fault ends all waits: in one process the first ranks would wait in vain for the later ones.
+                rank.pair.exchange.fault.fill_(fault_code(LATE_PACKET, 0, 0))
+                before = rank.pair.progress.clone()
+                launch(rank)
+                rank.pair.progress.copy_(before)
+                rank.pair.exchange.fault.zero_()
+        elif len(group) > 1:
             for rank in group:
                 snapshot(rank.pair)
             for rank in group:
                 rank.pair.counts.copy_(torch.cat([each.pair.counts[i : i + 1] for i, each in enumerate(group)]))
+        for rank in group:
+            launch(rank)
 
     def verifier(self, verdicts: list[bool], expected: list[Tensor]) -> Iterator[bool]:
         """One step; yields whether it can go on."""
@@ -151,10 +175,12 @@ class Pair:
             yield True
             for rank in group:
                 rank.pair.sums.fill_(1.0)
-            self.gather(group)
+            self.agree(
+                group,
+                lambda rank, layer=layer: decide(rank.pair, layer, live, 0.5, rank.pair.hits, TIMEOUT_NS, forced),
+            )
             for rank in group:
                 hits = rank.pair.hits
-                decide(rank.pair, layer, live, 0.5, hits, forced)
                 assert hits[layer].tolist() == [int(verdicts[layer])] * shape.batch_size
                 takes, computes = bool(rank.pair.takes(layer)), bool(rank.pair.computes(layer))
                 assert computes is not takes
@@ -190,9 +216,8 @@ class Pair:
             if layer:
                 while must_take(layer) and not has_arrived(layer):
                     yield False  # on a GPU the kernel waits, and nobody would deliver
-                self.gather(group)
+                self.agree(group, lambda rank, layer=layer: choose_x(rank.pair, layer, TIMEOUT_NS))
                 for rank in group:
-                    choose_x(rank.pair, layer, TIMEOUT_NS)
                     assert bool(rank.pair.takes(layer)) is must_take(layer)
                 base = layer if must_take(layer) else base
                 for rank in group:
@@ -243,19 +268,20 @@ class Pair:
 
 
 SHAPES = [
-    pytest.param(PairShape(4, 1, 1, 40, 4, 2, 8), id="one rank"),
-    pytest.param(PairShape(3, 2, 2, 33, 4, 1, 12), id="two ranks"),
+    pytest.param(PairShape(4, 1, 1, 40, 4, 2, 8), False, id="one rank"),
+    pytest.param(PairShape(3, 2, 2, 33, 4, 1, 12), False, id="two ranks"),
+    pytest.param(PairShape(3, 2, 3, 33, 4, 1, 12), True, id="three ranks over packets"),
 ]
 
 
 @pytest.mark.parametrize("num_steps", [12, pytest.param(400, marks=pytest.mark.full)])
 @pytest.mark.parametrize("haste", [(0.9, 0.9), (0.1, 0.9), (0.5, 0.1), (0.02, 0.5)], ids=str)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "has_packets"), SHAPES)
 def test_the_right_x_whenever_messages_arrive(
-    device: torch.device, shape: PairShape, haste: tuple[float, float], num_steps: int
+    device: torch.device, shape: PairShape, has_packets: bool, haste: tuple[float, float], num_steps: int
 ) -> None:
     """The verifier's x, the speculator's last x, caches and verdicts are right; both ways of getting x are used."""
-    pair = Pair(device, shape, seed=7)
+    pair = Pair(device, shape, 7, has_packets)
     for step in range(num_steps):
         hit_rate = (0.0, 0.5, 0.8, 1.0)[step % 4]
         pair.step([pair.rng.random() < hit_rate for _ in range(shape.num_layers)], haste)
@@ -264,6 +290,73 @@ def test_the_right_x_whenever_messages_arrive(
     if haste[0] >= 0.5:
         assert taken[0] > 0
     assert taken[0] < num_steps * shape.num_layers
+
+
+@pytest.mark.parametrize("has_packets", [False, True], ids=["collectives", "packets"])
+@pytest.mark.parametrize(("batch", "tp_size"), [(1, 2), (3, 3), (8, 4)])
+def test_verdicts_over_the_sums_of_all_ranks(device: torch.device, batch: int, tp_size: int, has_packets: bool) -> None:
+    """Every rank decides as one rank with all heads would, in fp64, and over both ways by the same bits."""
+    shape, layer = PairShape(2, batch, tp_size, 32, 4, 2, 16), 1
+    pair = Pair(device, shape, 3, has_packets)
+    generator = torch.Generator().manual_seed(batch)
+    group = pair.groups[0]
+    live = torch.ones(batch, dtype=torch.int32, device=device)
+    verdicts = set()
+    for _ in range(12):
+        sums = torch.rand(group[0].pair.sums.shape, generator=generator)
+        for rank in group:
+            rank.pair.sums.fill_(torch.nan)
+            if has_packets:
+                rank.pair.own_sums.copy_(sums[rank.pair.exchange.tp_rank])
+            else:
+                rank.pair.sums.copy_(sums)
+        pair.agree(group, lambda rank: decide(rank.pair, layer, live, 1.0, rank.pair.hits, TIMEOUT_NS))
+        dist2, norm2 = sums.double().sum((0, 2)).unbind(1)
+        for rank in group:
+            assert rank.pair.hits[layer].tolist() == (dist2 < norm2).int().tolist()
+            assert not int(rank.pair.exchange.fault)
+            rank.pair.exchange.epoch.add_(1)
+        verdicts.update(rank.pair.hits[layer].tolist())
+    assert verdicts == {0, 1}
+
+
+@pytest.mark.parametrize("behind", [0, 1, 2])
+def test_a_message_counts_when_all_ranks_of_the_group_have_it(device: torch.device, behind: int) -> None:
+    """The last of three ranks has fewer messages. What the others have got beyond them is not used."""
+    shape, layer = PairShape(4, 1, 3, 32, 4, 2, 16), 2
+    pair = Pair(device, shape, 0, has_packets=True)
+    live, forced = (torch.ones(size, dtype=torch.int32, device=device) for size in (1, 4))
+    for group, (verifies, header) in zip(pair.groups, [(True, 0), (False, -1)], strict=True):
+        for rank in group:
+            late = behind if rank is group[-1] else 0
+            for slot in range(layer + 1 - late):
+                rank.pair.inbox[slot, 0] = header if verifies or slot < layer else layer
+                note_arrival(rank.pair, slot)
+            rank.pair.sums.fill_(1.0)
+            rank.pair.progress.fill_(-1 if verifies else 0)
+        if verifies:  # takes x if it is there
+            pair.agree(group, lambda rank: decide(rank.pair, layer, live, 0.5, rank.pair.hits, TIMEOUT_NS, forced))
+        else:  # takes x if it knows of the reject, whose message is the last one
+            pair.agree(group, lambda rank: choose_x(rank.pair, layer, TIMEOUT_NS))
+        assert {bool(rank.pair.takes(layer)) for rank in group} == {behind == 0}
+        assert not any(int(rank.pair.exchange.fault) for rank in group)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_a_rank_whose_packets_never_come_is_a_fault() -> None:
+    for (first, _, third), verifies in zip(
+        linked_pairs(torch.device("cuda"), PairShape(2, 1, 3, 32, 2, 1, 16), has_packets=True),
+        (True, False),
+        strict=True,
+    ):
+        live = torch.ones(1, dtype=torch.int32, device="cuda")
+        for pair in (first, third):
+            if verifies:
+                decide(pair, 1, live, 0.5, pair.hits, 10**6)
+            else:
+                choose_x(pair, 1, 10**6)
+        assert int(third.exchange.fault) == fault_code(LATE_PACKET, 2, first.exchange.rank + 1)
 
 
 @pytest.mark.gpu

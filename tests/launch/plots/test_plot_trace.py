@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import gzip
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+from linked_trace import LINK_US, LinkedJob
 
 from alspec.errors import UserError
 from alspec.launch import plot_trace
+from alspec.launch.plots import plot_link
+from alspec.runtime.profiling.kernel_trace import label
+from alspec.runtime.profiling.timeline import trace_json
 
 
 def bar(op: str, rank: int, begin: float, end: float, step: int = 1, kernel: str = "") -> dict[str, Any]:
@@ -80,3 +85,67 @@ def test_a_broken_compressed_trace_is_one_error_line(fault: str, tmp_path: Path)
     path.write_bytes(data[:-12] if fault == "cut off" else data[:10] + b"\xff" * 8 + data[18:])
     with pytest.raises(UserError, match=r"trace\.json\.gz is not JSON: .*; give a file written by --trace"):
         plot_trace._read(path)
+
+
+def linked_trace(folder: Path, tp_size: int = 1) -> tuple[Path, LinkedJob]:
+    """A trace of a pair over a link: a step with misses, then one without."""
+    verdicts = [[1, 1, 0, 1, 1, 1, 1, 0, 1, 1, 1, 1], [1] * 12]
+    job = LinkedJob(tp_size)
+    for hits in verdicts:
+        job.step(hits)
+    path = folder / "trace.json"
+    path.write_text(trace_json(label(job.rows, verdicts)))
+    return path, job
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_arrows_of_a_link_are_the_messages_that_were_taken(tp_size: int, tmp_path: Path) -> None:
+    path, job = linked_trace(tmp_path, tp_size)
+    bars, _, _ = plot_trace._read(path)
+    assert plot_trace.is_linked(bars)
+    found = {"verifier": set(), "speculator": set()}
+    for message in plot_link.messages_taken(bars):
+        found[message["to"]].add((message["step"], message["layer"]))
+        assert message["taken"] - message["sent"] >= LINK_US
+        assert {message["source"], message["rank"]} == {tp_size - 1, tp_size}
+        assert (message["rank"] < tp_size) == (message["to"] == "verifier")
+    for index, side in enumerate(("verifier", "speculator")):
+        expected = {
+            (step, layer)
+            for step, sides in enumerate(job.steps, start=1)
+            for layer, taken in enumerate(sides[index].taken)
+            if taken
+        }
+        assert found[side] == expected
+        assert expected
+
+
+def test_verdicts_of_a_link_are_drawn_over_their_layers(tmp_path: Path) -> None:
+    path, job = linked_trace(tmp_path)
+    bars = [bar for bar in plot_trace._read(path)[0] if bar["step"] == 1]
+    spans = plot_link.verdict_spans(bars)
+    verdicts = [name for name, *_ in spans]
+    assert [name == "rejected" for name in verdicts] == [layer in (2, 7) for layer in range(12)]
+    assert [name == "accepted, x taken" for name in verdicts] == job.steps[0][0].taken
+    assert all(first[3] <= second[2] for first, second in pairwise(spans))
+    parts = plot_trace._parts(bars, {})
+    plot_link.relabel(parts)
+    lost = [part["layer"] for part in parts if part["op"] == "rejected"]
+    assert lost == [layer for layer, is_lost in enumerate(job.steps[0][1].lost) if is_lost]
+    labels = {part["layer"]: part["label"] for part in parts if part["rank"] == 0 and part["op"] == "post_attention"}
+    late = [layer for layer, name in enumerate(verdicts) if name == "accepted, no right x in time"]
+    assert labels == {2: "on A", 7: "on A"} | dict.fromkeys(late, "on A~")
+
+
+def test_a_trace_over_a_link_becomes_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    path, job = linked_trace(tmp_path)
+    picture = tmp_path / "picture.png"
+    assert plot_trace.main([str(path), str(picture), "--step", "1", "--layers", "0:12"]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    taken = sum(sum(verifier.taken) for verifier, _ in job.steps)
+    lost = sum(sum(speculator.lost) for _, speculator in job.steps)
+    restarts = sum(sum(speculator.taken) for _, speculator in job.steps)
+    out = capsys.readouterr().out
+    assert f"{taken} of 24 x were taken by the verifier, {22 - taken} were late or wrong, 2 A~ were rejected" in out
+    assert f"the speculator took {restarts} x and lost {lost} layers" in out

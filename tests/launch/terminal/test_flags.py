@@ -97,6 +97,7 @@ BAD_VALUES = [
     ("--lm-head", "int4", "expected auto or fp8, found"),
     ("--softmax", "fast", "expected exact or sas, found"),
     ("--transport", "mpi", "nccl or gloo, found"),
+    ("--pair-transport", "tcp", "nccl or gloo, found"),
     ("--cuda-graph", "yes", "expected auto, on or off, found"),
     ("--dtype", "int8", "expected bf16, fp16 or fp32, found"),
     ("--max-context", "0", "expected 1 or more, found"),
@@ -393,6 +394,11 @@ def test_nccl_without_gpus(refused: Refused, checkpoint: Path, monkeypatch: pyte
     message = refused("--model", checkpoint, "--prompt", "a", "--transport", "nccl")
     assert message.startswith("transport: nccl needs one GPU for each rank, found 0 for 1 ranks")
     assert "--transport gloo" in message
+
+
+def test_a_link_between_groups_needs_two_groups(refused: Refused, checkpoint: Path) -> None:
+    message = refused("--model", checkpoint, "--prompt", "a", "--transport", "gloo", "--pair-transport", "gloo")
+    assert message == "pair_transport: gloo needs --speculation paired, found off; leave it out"
 
 
 @pytest.mark.parametrize("world_size", [1, 3])

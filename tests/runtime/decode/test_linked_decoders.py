@@ -58,9 +58,11 @@ QUANTISED: dict[str, Any] = {
 }
 
 
-def run_ranks(folder: Path, model: Path, world_size: int, cases: list[dict[str, Any]]) -> list[Any]:
-    """What each rank recorded of each case."""
-    (folder / "spec.json").write_text(json.dumps({"model": str(model), "cases": cases}))
+def run_ranks(
+    folder: Path, model: Path, world_size: int, cases: list[dict[str, Any]], has_packets: bool = False
+) -> list[Any]:
+    """What each rank recorded of each case. has_packets: between the ranks of a group."""
+    (folder / "spec.json").write_text(json.dumps({"model": str(model), "cases": cases, "packets": has_packets}))
     worker = WORKERS / "linked_worker.py"
     jobs.run_ranks(worker, world_size, folder, timeout_s=600, TRITON_INTERPRET="1")
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(world_size)]
@@ -119,12 +121,20 @@ def cases(is_full_tier: bool) -> list[dict[str, Any]]:
     return list(CASES.values()) if is_full_tier else [CASES["one request"]]
 
 
-@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.full), 4], ids=lambda size: f"{size}-ranks")
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param((2, False), marks=pytest.mark.full, id="2-ranks"),
+        pytest.param((4, False), id="4-ranks"),
+        pytest.param((4, True), id="4-ranks-packets"),
+    ],
+)
 def ranks(
     small_folder: Path, cases: list[dict[str, Any]], request: pytest.FixtureRequest, tmp_path_factory: Any
 ) -> list[Any]:
     """What each rank recorded of `cases` and then of the forced verdicts."""
-    return run_ranks(tmp_path_factory.mktemp("swapped"), small_folder, request.param, [*cases, FORCED])
+    world_size, has_packets = request.param
+    return run_ranks(tmp_path_factory.mktemp("linked"), small_folder, world_size, [*cases, FORCED], has_packets)
 
 
 @pytest.mark.slow

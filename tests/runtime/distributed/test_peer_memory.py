@@ -65,13 +65,15 @@ class Job:
                 self.memories = each * (self.world_size // places)
             return [self.memories]
 
-        def all_reduce(values: Tensor) -> None:
+        def all_reduce(values: Tensor, group: Any) -> None:
+            assert group == "peers"
             self.given[rank] = values.clone()
             values.copy_(self.sums())
 
         transport = SimpleNamespace(
-            placement=Placement(rank=rank, world_size=self.world_size), device=self.device, synchronize=lambda: None
-        )
+            placement=Placement(rank=rank, world_size=self.world_size), device=self.device, synchronize=lambda: None,
+            peer_group="peers",
+        )  # fmt: skip
         with (
             mock.patch.object(module, "allocate_packets", allocate),
             mock.patch.object(module.dist, "all_reduce", all_reduce),
@@ -163,24 +165,32 @@ def test_a_packet_that_does_not_arrive_is_found(device: torch.device, world_size
 
 
 class Ranks:
-    """The exchanges of all ranks of a job in one process."""
+    """The exchanges of all ranks of a job in one process; of two linked groups, on a host each, those of the first."""
 
     def __init__(
-        self, device: torch.device, peer_memory: PeerMemory, tp_size: int, num_groups: int, **shape: int
+        self,
+        device: torch.device,
+        peer_memory: PeerMemory,
+        tp_size: int,
+        num_groups: int,
+        is_linked: bool = False,
+        **shape: int,
     ) -> None:
         world_size = tp_size * num_groups
         self._memories: list[Tensor] = []  # the shared memory, or one of each rank
-        self._device, self._world_size = device, world_size
+        self._device, self._num_peers = device, tp_size if is_linked else world_size
         pair = PairShape(2, shape["batch_size"], tp_size, shape["hidden_size"], 2, 1, 16) if num_groups == 2 else None
         self.exchanges, self.logit_exchanges, self.handovers = [], [], []
-        for rank in range(world_size):
-            placement = Placement(rank, world_size, rank, world_size, num_groups)
-            transport: Any = SimpleNamespace(placement=placement, device=device, barrier=lambda: None)
+        for rank in range(self._num_peers):
+            placement = Placement(rank, world_size, rank, self._num_peers, num_groups, is_linked)
+            transport: Any = SimpleNamespace(
+                placement=placement, device=device, barrier=lambda: None, first_reason=lambda reason: reason,
+                peer_group=mock.Mock(),
+            )  # fmt: skip
             with (
                 mock.patch.object(module, "share_host_memory", self._shared),
                 mock.patch.object(module._SymmetricMemory, "empty_strided_p2p", partial(self._own, rank)),
                 mock.patch.object(module.symm_mem, "rendezvous", self._rendezvous),
-                mock.patch.object(module.dist, "group", mock.Mock()),
             ):
                 found = module.build_exchanges(transport, peer_memory, 4, **shape, pair_shape=pair)
             self.exchanges.append(found[0])
@@ -194,13 +204,11 @@ class Ranks:
 
     def _own(self, rank: int, size: tuple[int], *_: Any) -> Tensor:
         if not self._memories:
-            self._memories = [
-                torch.zeros(size, dtype=torch.int64, device=self._device) for _ in range(self._world_size)
-            ]
+            self._memories = [torch.zeros(size, dtype=torch.int64, device=self._device) for _ in range(self._num_peers)]
         return self._memories[rank]
 
     def _rendezvous(self, *_: Any) -> SimpleNamespace:
-        return SimpleNamespace(world_size=self._world_size, get_buffer=lambda rank, *_: self._memories[rank])
+        return SimpleNamespace(world_size=self._num_peers, get_buffer=lambda rank, *_: self._memories[rank])
 
     @property
     def num_words(self) -> int:
@@ -209,14 +217,18 @@ class Ranks:
 
 
 @pytest.mark.parametrize("peer_memory", PEER_MEMORIES)
-@pytest.mark.parametrize(("tp_size", "num_groups"), [(2, 1), (3, 1), (4, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize(
+    ("tp_size", "num_groups", "is_linked"),
+    [(2, 1, False), (3, 1, False), (4, 1, False), (1, 2, False), (2, 2, False), (3, 2, True)],
+)
 def test_packets_of_all_ranks_arrive(
-    device: torch.device, tp_size: int, num_groups: int, peer_memory: PeerMemory
+    device: torch.device, tp_size: int, num_groups: int, is_linked: bool, peer_memory: PeerMemory
 ) -> None:
-    """The partials of the ranks of a group and the logits of all ranks, with odd sizes, over several steps."""
+    """The partials of the ranks of a group and the logits of all peers, with odd sizes, over several steps."""
     batch, hidden, inputs, vocab, reduce_index = 2, 80, 32, 37, 1
-    world_size = tp_size * num_groups
-    ranks = Ranks(device, peer_memory, tp_size, num_groups, batch_size=batch, hidden_size=hidden, vocab_size=vocab)
+    world_size = tp_size if is_linked else tp_size * num_groups
+    sizes = {"batch_size": batch, "hidden_size": hidden, "vocab_size": vocab}
+    ranks = Ranks(device, peer_memory, tp_size, num_groups, is_linked, **sizes)
     generator = torch.Generator().manual_seed(tp_size)
 
     def random(*sizes: int) -> Tensor:
@@ -242,6 +254,22 @@ def test_packets_of_all_ranks_arrive(
             torch.testing.assert_close(logits.double(), expected, rtol=1e-5, atol=1e-5)
         for exchange in ranks.exchanges:
             exchange.epoch.add_(1)
+
+
+@pytest.mark.parametrize("peer_memory", PEER_MEMORIES)
+def test_ranks_of_a_linked_group_agree_over_packets(device: torch.device, peer_memory: PeerMemory) -> None:
+    """Each rank writes its packets of a layer where each rank of its group reads them. There are no mailboxes."""
+    tp_size, batch = 3, 2
+    sizes = {"batch_size": batch, "hidden_size": 80, "vocab_size": 37}
+    ranks = Ranks(device, peer_memory, tp_size, 2, is_linked=True, **sizes)
+    assert ranks.handovers == [None] * tp_size
+    own = [exchange.agreed for exchange in ranks.exchanges]
+    for packets, exchange, logits in zip(own, ranks.exchanges, ranks.logit_exchanges, strict=True):
+        assert packets.shape == (2, tp_size, 1 + 2 * batch)
+        assert exchange.agreed_peers.tolist() == [each.data_ptr() for each in own]
+        assert (logits.world_size, logits.rank, logits.first_rank) == (tp_size, exchange.tp_rank, 0)
+    assert len({packets.data_ptr() for packets in own}) == tp_size
+    assert all(exchange.agreed is None for exchange in Ranks(device, peer_memory, tp_size, 2, **sizes).exchanges)
 
 
 @pytest.mark.parametrize(("tp_size", "num_groups"), [(2, 1), (4, 1), (1, 2), (2, 2)])
@@ -368,6 +396,14 @@ def test_peer_memory_needs_gpus_that_reach_each_other(monkeypatch: pytest.Monkey
     spread = Placement(rank=1, world_size=4, local_rank=1, local_world_size=2)
     for memory in PEER_MEMORIES:
         assert module._topology_problem(memory, spread) == "ranks on several hosts"
+        for rank in range(4):  # each group has a host of its own
+            linked = Placement(rank, 4, rank % 2, 2, num_groups=2, is_linked=True)
+            assert module._topology_problem(memory, linked) == ""
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda own, peer: {own, peer} != {2, 3})
+    reach = [
+        module._topology_problem("symm", Placement(rank, 4, rank, 4, num_groups=2, is_linked=True)) for rank in range(4)
+    ]
+    assert reach == ["", "", *["GPU 2 cannot reach GPU 3"] * 2], "of one host, the second group has its last GPUs"
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
     assert module._topology_problem("symm", here) == "NCCL_P2P_DISABLE=1"
     assert module._topology_problem("host", here) == ""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -11,9 +13,11 @@ from alspec.models.llama import Shard
 from alspec.models.llama_config import LlamaConfig
 from alspec.runtime.distributed.placement import (
     Placement,
+    check_links,
     choose_device,
     choose_graph,
     choose_mode,
+    is_linked,
     peer_memory_candidates,
 )
 from alspec.runtime.engine.loading import take_device
@@ -59,6 +63,115 @@ def test_vocabulary_is_split_over_all_ranks(num_groups: int) -> None:
     shards = [placement.shard for placement in ranks(4, num_groups)]
     assert [(shard.vocab_rank, shard.vocab_shards) for shard in shards] == [(rank, 4) for rank in range(4)]
     assert shards[3] == (Shard(3, 4, 3, 4) if num_groups == 1 else Shard(1, 2, 3, 4))
+
+
+def test_ranks_of_linked_groups_are_peers_of_their_own_group() -> None:
+    linked = [Placement(rank, 6, rank % 3, 3, 2, is_linked=True) for rank in range(6)]
+    assert [placement.peers for placement in linked] == [range(3)] * 3 + [range(3, 6)] * 3
+    assert [placement.peer_rank for placement in linked] == [0, 1, 2, 0, 1, 2]
+    assert [placement.peer_gpus for placement in linked] == [[0, 1, 2]] * 6
+    assert [(placement.shard.vocab_rank, placement.shard.vocab_shards) for placement in linked] == [
+        (rank % 3, 3) for rank in range(6)
+    ]
+    for placement in ranks(6, 2):
+        assert (placement.peers, placement.peer_rank) == (range(6), placement.rank)
+
+
+# Ranks of each host, and the ranks of a group: whether each group lies inside one host. Hosts may differ in size.
+HOSTS: list[tuple[list[int], bool]] = [([4], True), ([2, 2], True), ([1, 3], False), ([2, 1, 1], False)]
+
+
+def on_hosts(sizes: list[int], linked: bool = True) -> list[Placement]:
+    """The ranks of two groups over hosts of these sizes."""
+    places = [(local, size) for size in sizes for local in range(size)]
+    return [Placement(rank, len(places), *place, 2, is_linked=linked) for rank, place in enumerate(places)]
+
+
+@pytest.mark.parametrize(("sizes", "expected"), HOSTS)
+def test_a_group_inside_one_host_is_found_by_its_ranks(sizes: list[int], expected: bool) -> None:
+    found = on_hosts(sizes)
+    assert all(placement.is_inside_host(placement.peers) for placement in found) == expected
+    assert all(placement.is_inside_host(range(4)) for placement in found) == (len(sizes) == 1)
+    assert [placement.host_ranks for placement in on_hosts([1, 3])] == [range(1), *[range(1, 4)] * 3]
+
+
+# --transport, --pair-transport, several hosts -> the groups are linked over NCCL; peer memories to try.
+LINKS = [
+    ("auto", "auto", False, False, ("symm", "host")),
+    ("auto", "auto", True, True, ("symm", "host")),
+    ("symm", "auto", False, False, ("symm",)),
+    ("symm", "auto", True, True, ("symm",)),
+    ("host", "auto", False, False, ("host",)),
+    ("nccl", "auto", False, True, ()),
+    ("nccl", "nccl", True, True, ()),
+    ("auto", "nccl", False, True, ("symm", "host")),
+    ("host", "nccl", False, True, ("host",)),
+    ("auto", "symm", False, False, ("symm",)),
+    ("auto", "host", False, False, ("host",)),
+    ("symm", "symm", False, False, ("symm",)),
+]
+
+
+@pytest.mark.parametrize(("inside", "between", "has_hosts", "linked", "candidates"), LINKS)
+def test_the_two_links_are_chosen_separately(
+    inside: str, between: str, has_hosts: bool, linked: bool, candidates: tuple[str, ...]
+) -> None:
+    config = EngineConfig.model_validate({"transport": inside, "pair_transport": between})
+    sizes = [2, 2] if has_hosts else [4]
+    for placement in on_hosts(sizes, linked=False):
+        assert is_linked(config, placement) == linked
+    for placement in on_hosts(sizes, linked):
+        check_links(config, "paired", placement, torch.device("cuda", 0))
+        assert peer_memory_candidates(config, "paired", len(placement.peers), True) == candidates
+
+
+GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
+# --transport, --pair-transport, mode, ranks of each host, device -> what is refused.
+REFUSED_LINKS = [
+    ("auto", "nccl", "off", [4], GPU, "pair_transport: nccl needs --speculation paired, found off; leave it out"),
+    ("auto", "gloo", "simulated", [4], CPU, "pair_transport: gloo needs --speculation paired, found simulated"),
+    ("auto", "gloo", "paired", [4], GPU, "pair_transport: gloo is for the CPU, and this runs on GPUs; use nccl, or"),
+    ("gloo", "nccl", "paired", [4], CPU, "pair_transport: nccl needs GPUs, and this runs on the CPU; use auto or gloo"),
+    ("auto", "symm", "paired", [4], CPU, "pair_transport: symm needs GPUs, and this runs on the CPU"),
+    ("auto", "symm", "paired", [2, 2], GPU, "pair_transport: symm works inside one host, found several hosts; use"),
+    (
+        "nccl",
+        "host",
+        "paired",
+        [4],
+        GPU,
+        "pair_transport: host needs the same memory inside a group, found --transport",
+    ),
+    (
+        "symm",
+        "host",
+        "paired",
+        [4],
+        GPU,
+        "pair_transport: host needs the same memory inside a group, found --transport",
+    ),
+    ("symm", "auto", "paired", [1, 3], GPU, "transport: symm works inside one host, and the 2 ranks that exchange"),
+    ("host", "nccl", "paired", [1, 1, 2], GPU, "transport: host works inside one host, and the 2 ranks that exchange"),
+]
+
+
+@pytest.mark.parametrize(("inside", "between", "mode", "sizes", "device", "message"), REFUSED_LINKS)
+def test_links_without_sense_are_refused(
+    inside: str, between: str, mode: str, sizes: list[int], device: torch.device, message: str
+) -> None:
+    config = EngineConfig.model_validate({"transport": inside, "pair_transport": between})
+    placement = on_hosts(sizes, linked=False)[0]
+    placement = replace(placement, is_linked=is_linked(config, placement))
+    with pytest.raises(UserError, match=f"^{message}"):
+        check_links(config, mode, placement, device)
+
+
+def test_a_group_of_one_rank_may_name_any_memory() -> None:
+    """It has nothing to exchange with itself."""
+    config = EngineConfig.model_validate({"transport": "symm", "pair_transport": "nccl"})
+    for placement in (Placement(rank, 2, 0, 1, 2, is_linked=True) for rank in range(2)):
+        check_links(config, "paired", placement, GPU)
+        assert peer_memory_candidates(config, "paired", len(placement.peers), True) == ()
 
 
 def test_the_default_placement_is_one_rank() -> None:

@@ -346,10 +346,12 @@ def pair(capability: int, tp_size: int, batch_size: int) -> dict[str, Any]:
     judged = {
         "ACCEPT_ALL": False, "B": batch_size, "B_PAD": batch_pad, "SUMS": sums, "SUMS_PAD": sums, "T": tp_size,
     } | pdl  # fmt: skip
-    arrivals = {"SLOTS": 33, "SLOTS_PAD": 64, "T": tp_size}
+    arrivals = {"SLOTS": 33, "SLOTS_PAD": 64, "T": tp_size, "T_PAD": tp_size}
     slots: dict[str, Any] = dict.fromkeys(["takes_ptr", "computes_ptr", "predicts_ptr", "progress_ptr"], "*i32")
     slots |= dict.fromkeys(["arrived_ptr", "header_ptr", "packets_ptr", "next_ptr"], "*i64") | {"counts_ptr": "*i32"}
+    gathered = {"agreed_ptr": None, "peers_ptr": None}
     newest = {"HIDDEN": hidden, "HKV": kv_heads, "D": 128, "BLOCK": 256}
+    chosen = arrivals | {"ROW": 1 + 2 * batch_size} | pdl
     decide = judged | {"T_PAD": tp_size}
 
     def compiled(kernel: Any, constants: dict[str, Any], num_warps: int = 1, **types: str) -> Any:
@@ -366,9 +368,17 @@ def pair(capability: int, tp_size: int, batch_size: int) -> dict[str, Any]:
         "receive_residual": compiled(handover._receive_residual_kernel, only_channels | {"next_ptr": None}),
         "decide": compiled(roles._decide_kernel, decide | {"forced_ptr": None}),
         "decide, forced": compiled(roles._decide_kernel, decide),
-        "linked, decide": compiled(linked_pair._decide_kernel, judged | arrivals | {"forced_ptr": None}, **slots),
-        "linked, choose": compiled(linked_pair._choose_x_kernel, arrivals | pdl, **slots),
-        "linked, choose, last": compiled(linked_pair._choose_x_kernel, arrivals | pdl | {"header_ptr": None}, **slots),
+        "linked, decide": compiled(
+            linked_pair._decide_kernel, judged | arrivals | gathered | {"forced_ptr": None}, **slots
+        ),
+        "linked, decide over packets": compiled(
+            linked_pair._decide_kernel, judged | arrivals | {"forced_ptr": None}, agreed_ptr="*i64", **slots
+        ),
+        "linked, choose": compiled(linked_pair._choose_x_kernel, chosen | gathered, **slots),
+        "linked, choose over packets": compiled(linked_pair._choose_x_kernel, chosen, agreed_ptr="*i64", **slots),
+        "linked, choose, last": compiled(
+            linked_pair._choose_x_kernel, chosen | gathered | {"header_ptr": None}, **slots
+        ),
         "receive_residual, sent on": compiled(handover._receive_residual_kernel, only_channels, **slots),
         "linked, note": compiled(linked_pair._note_arrival_kernel, {"IS_LAST": True}, **slots),
         "linked, replace": compiled(linked_pair._replace_newest_kernel, newest | no_tail, 2, **slots),

@@ -37,3 +37,17 @@ def torchrun(num_ranks: int, visible: str, program: list[str]) -> list[str]:
 def environment(visible: str) -> dict[str, str]:
     """The environment of that job."""
     return os.environ | {"CUDA_VISIBLE_DEVICES": visible, "OMP_NUM_THREADS": "1"}
+
+
+def hosts(num_ranks: int, port: int, program: list[str]) -> list[tuple[list[str], dict[str, str]]]:
+    """Commands and environments of a job on two hosts, which this machine stands for: they reach each other over TCP.
+
+    NCCL takes ranks with different host ids for ranks on different hosts.
+    """
+    each, found = num_ranks // 2, []
+    for host in range(2):
+        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(host)]
+        command += ["--master-addr", "127.0.0.1", "--master-port", str(port), "--nproc-per-node", str(each)]
+        apart = {"NCCL_HOSTID": f"host-{host}", "NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo"}
+        found.append(([*command, *program], environment(gpus(host * each, each)) | apart))
+    return found

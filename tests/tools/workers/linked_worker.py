@@ -1,34 +1,67 @@
 """One rank of two paired groups whose fused steps exchange messages over a link; started with torchrun's variables.
 
 Run as `linked_worker.py FOLDER`: reads FOLDER/spec.json, writes FOLDER/rank{RANK}.json. It holds the tokens and
-hits of each step of each case, and a hash of the cache after each case.
+hits of each step of each case, and a hash of the cache after each case. With `"packets": true` the ranks of a group
+exchange packets through memory that their processes share.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import mmap
 import os
 import runpy
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from model_runner import load_model
 from paths import TOOLS
+from triton.runtime.interpreter import InterpretedFunction
 
 from alspec.config import SamplingConfig, SpeculationConfig
+from alspec.kernels.comm.ll_packets import wait_packets
 from alspec.models.llama import Llama
 from alspec.runtime.cache.codecs import Cache, new_cache
 from alspec.runtime.cache.kv_cache import KVCache
 from alspec.runtime.decode.hooks import no_hook
 from alspec.runtime.decode.prefill import prefill
-from alspec.runtime.distributed.placement import Placement
+from alspec.runtime.distributed import host_memory
+from alspec.runtime.distributed.placement import PeerMemory, Placement
 from alspec.runtime.distributed.transport import Transport, connect_store
 from alspec.runtime.engine.composition import build_captured_step
 
 CPU = torch.device("cpu")
+PACKETS_WITHIN_S = 60
+
+
+def share_memory_of_the_host() -> None:
+    """Share pages that are not pinned, and let the interpreter wait for packets in them."""
+    load, shared = InterpretedFunction.__call__, []
+
+    def pin(pages: mmap.mmap, _: torch.device) -> torch.Tensor:
+        shared.append(torch.frombuffer(pages, dtype=torch.int64))
+        return shared[-1]
+
+    def is_absent(address: Any, value: Any) -> bool:
+        """Whether a packet in shared memory has not arrived. Messages of the link are awaited elsewhere."""
+        absent = address.handle.data[np.isnan(value.handle.data)]
+        return any(((absent >= each.data_ptr()) & (absent < each.data_ptr() + each.nbytes)).any() for each in shared)
+
+    def call(self: InterpretedFunction, *args: Any, **kwargs: Any) -> Any:
+        found = load(self, *args, **kwargs)
+        deadline = time.monotonic() + PACKETS_WITHIN_S
+        while self is wait_packets and is_absent(args[0], found):
+            assert time.monotonic() < deadline, "a packet did not arrive"
+            time.sleep(0.001)
+            found = load(self, *args, **kwargs)
+        return found
+
+    host_memory._pin, InterpretedFunction.__call__ = pin, call
 
 
 def digest(cache: Cache) -> str:
@@ -36,13 +69,15 @@ def digest(cache: Cache) -> str:
     return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors)).hexdigest()
 
 
-def run_case(model: Llama, transport: Transport, case: dict[str, Any]) -> dict[str, Any]:
+def run_case(model: Llama, transport: Transport, case: dict[str, Any], has_packets: bool) -> dict[str, Any]:
     config, prompts = model.config, case["prompts"]
     capacity = max(map(len, prompts)) + max(sum(threshold["steps"] for threshold in case["thresholds"]), 2)
     tp_size = transport.placement.tp_size
     cache = new_cache(case["kv_cache"], config, tp_size, len(prompts), capacity, torch.float32, CPU)
     speculation = SpeculationConfig(mode="paired", chunk_size=128, **case.get("predictor", {"predictor": "window"}))
-    captured = build_captured_step(model, cache, transport, None, False, no_hook, speculation)
+    memory: PeerMemory | None = "host" if has_packets else None
+    captured = build_captured_step(model, cache, transport, memory, False, no_hook, speculation)
+    assert (captured._decoder.exchange.packets is not None) == has_packets
     found = []
     for threshold in case["thresholds"]:
         forced = torch.tensor(threshold["forced"], dtype=torch.int32) if "forced" in threshold else None
@@ -69,7 +104,9 @@ def main(folder: Path) -> None:
     placement = Placement(environment.rank, environment.world_size, num_groups=2, is_linked=True)
     transport = Transport(placement, CPU, "gloo", connect_store(placement))
     model = load_model(Path(spec["model"]), transport)
-    results = [run_case(model, transport, case) for case in spec["cases"]]
+    if spec["packets"]:
+        share_memory_of_the_host()
+    results = [run_case(model, transport, case, spec["packets"]) for case in spec["cases"]]
     (folder / f"rank{placement.rank}.json").write_text(json.dumps(results))
     transport.barrier()
     transport.close()

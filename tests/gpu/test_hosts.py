@@ -1,0 +1,87 @@
+"""A pair whose groups are on two hosts, each with its own torchrun: this machine is both, and its GPUs meet over TCP.
+
+In fp32 tokens and verdicts are those of `simulated` on one GPU; see test_nccl.py on equality.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gpu_jobs import NUM_GPUS, environment, gpus, hosts, torchrun
+from jobs import free_port
+from paths import ROOT, WORKERS
+
+from alspec.models.demo import DEMO_CHECKPOINT
+from alspec.models.llama_config import LlamaConfig
+from alspec.models.tokenizer.tokenizer import Tokenizer
+
+pytestmark = [pytest.mark.gpu, pytest.mark.multi_gpu, pytest.mark.timeout(900)]
+
+PROMPTS = {256: 7082, 320: 1673, 1500: 6021}  # lengths and starts; among those of test_nccl.py
+WORKER = str(WORKERS / "gpu_worker.py")
+
+
+def cases(mode: str, **engine: str) -> dict[str, Any]:
+    """One run of gpu_worker.py over the prompts."""
+    text = (ROOT / "LICENSE").read_text(encoding="utf-8")
+    tokenizer = Tokenizer.from_folder(DEMO_CHECKPOINT, LlamaConfig.from_folder(DEMO_CHECKPOINT))
+    ids = 4 * tokenizer.encode(text, add_bos=False)
+    settings = {"speculation": {"mode": mode, "predictor": "window"}, "dtype": "fp32"} | engine
+    run = {"name": "run", "engine": settings, "thresholds": ["0", "0.1", "inf"], "sampled": False, "long": False}
+    batches = [[ids[start : start + length]] for length, start in PROMPTS.items()]
+    return {"runs": [run], "batches": batches, "max_new_tokens": 24}
+
+
+def rows_of(commands: list[tuple[list[str], dict[str, str]]], folder: Path) -> list[dict[str, Any]]:
+    """Run the commands of a job side by side; returns what rank 0 wrote."""
+    logs = [folder / f"{host}.log" for host in range(len(commands))]
+    started = []
+    try:
+        for (command, variables), log in zip(commands, logs, strict=True):
+            with log.open("w") as output:
+                started.append(subprocess.Popen(command, env=variables, stdout=output, stderr=output))
+        for process, log in zip(started, logs, strict=True):
+            assert process.wait(timeout=600) == 0, log.read_text()[-3000:]
+    finally:
+        for process in started:
+            if process.poll() is None:
+                process.terminate()  # torchrun ends its ranks
+                process.wait(timeout=60)
+    return list(json.loads((folder / "out.json").read_text())["run"])
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Tokens and verdicts of one GPU."""
+    folder = tmp_path_factory.mktemp("reference")
+    (folder / "cases.json").write_text(json.dumps(cases("simulated", transport="nccl")))
+    visible = gpus(0, 1)
+    program = [WORKER, str(folder / "cases.json"), str(folder / "out.json")]
+    return rows_of([(torchrun(1, visible, program), environment(visible))], folder)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "transport", "graph", "used"),
+    [
+        (2, "auto", "on", "nccl"),
+        (4, "auto", "on", "symm+nccl"),
+        (4, "host", "off", "host+nccl"),
+        (4, "nccl", "on", "nccl"),
+    ],
+)
+def test_two_hosts_give_the_tokens_of_one_gpu(
+    reference: list[dict[str, Any]], num_ranks: int, transport: str, graph: str, used: str, tmp_path: Path
+) -> None:
+    if num_ranks > NUM_GPUS:
+        pytest.skip(f"needs {num_ranks} GPUs, found {NUM_GPUS}")
+    (tmp_path / "cases.json").write_text(json.dumps(cases("paired", transport=transport, cuda_graph=graph)))
+    program = [WORKER, str(tmp_path / "cases.json"), str(tmp_path / "out.json")]
+    rows = rows_of(hosts(num_ranks, free_port(), program), tmp_path)
+    assert {row["transport"] for row in rows} == {used}
+    assert [row["tokens"] for row in rows] == [row["tokens"] for row in reference]
+    assert [row["hits"] for row in rows] == [row["hits"] for row in reference]
+    assert {hit for row in rows for step in row["hits"] for layer in step for hit in layer} == {0, 1}
