@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from recall_tables import text_of
@@ -27,6 +28,8 @@ def accepted(rows: list[dict[str, Any]]) -> str:
         drafter = case["drafter"]
         if drafter == "self":
             drafter += ", sink and window" if "--predictor window" in row["command"] else ", 16 recalled"
+            weights = re.search(r"--draft-weights (\S+)", row["command"])
+            drafter += f", {weights[1]} copy" if weights else ""
         shares = " / ".join(f"{share:.0%}" for share in details["accepted_by_place"])
         cells.append(
             [
