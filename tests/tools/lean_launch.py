@@ -67,12 +67,21 @@ class Launch(AttentionLaunch):
             )
         return launch
 
+    def slide(self, sliding_window: int) -> None:
+        """Give the launch a sliding window: NaN in the blocks in front of it, large values before it in its block."""
+        self.sliding_window = sliding_window
+        for request, n in enumerate(self.seq_lens.tolist()):
+            first = max(0, n - sliding_window)
+            for cache in (self.k, self.v):
+                cache[request, :, : first // 64 * 64] = math.nan
+                cache[request, :, first // 64 * 64 : first] *= 50
+
     def run(self) -> None:
         self.clear()
         for phase in ("predictor", "rest") if self.in_two else ("all",):
             lean_decode_attention(
                 self.q, self.k, self.v, self.seq_lens, self.sm_scale, self.workspace, self.out, self.lse,
-                self.speculation, phase,
+                self.speculation, phase, sliding_window=self.sliding_window,
             )  # fmt: skip
 
     def compare(self, check: Check) -> None:

@@ -43,7 +43,7 @@ FAST = {
     *("lean, head 64, batch 8", "lean, 20 x 128, batch 8", "lean combine, batch 1", "lean combine, batch 8, spec"),
     *("flashq", "flashq, 7 x 64, spec", "flashq combine, batch 1", "flashq combine, spec in 2 parts"),
     *("lean, spec, recall", "lean combine, spec, recall", "flashq, spec, recall", "recall lists"),
-    "lean, 5 rows, batch 1",
+    *("lean, 5 rows, batch 1", "lean, window", "lean, spec, recall, window", "flashq, spec, recall, window"),
     *("prefill, head 64", "reading alone", "add_rms_norm", "rotate_heads", "silu_mul", "qkv, long rows"),
     *("weights, gate_up, int4", "weights, down, fp8", "weights, unpacked, int4"),
     *("qkv, gated, tp 4, batch 8", "gate_up, gated, tp 4, batch 8", "o, tp 4, batch 8"),
@@ -443,6 +443,9 @@ def all_variants(capability: int) -> dict[str, Variant]:
     for phase in ("all", "predictor", "rest"):
         add({f"lean, gated, spec, {phase}": lean(capability, 4, 128, 1, True, True, phase)})
     add({"flashq": flashq(capability, 4, 128, 1, False)})
+    add({"lean, window": lean(capability, 4, 128, 1, False, window=True)})
+    add({"lean, spec, window": lean(capability, 4, 128, 1, True, window=True)})
+    add({"flashq, window": flashq(capability, 4, 128, 1, False, window=True)})
     add({"recall lists": choose_lists(capability, 4, 16, 2048)})
     add(quantised_weights(capability))
     add(quantised_cache(capability) | sampled(capability) | between_products(capability) | long_rows(capability))
@@ -488,6 +491,19 @@ def _hopper_variants() -> dict[str, Variant]:
     for heads_per_kv, head_dim, parts in shapes:
         name = f"lean, {heads_per_kv} x {head_dim}, spec in {parts} parts"
         variants[name] = lean(90, heads_per_kv, head_dim, 1, True, True, spec_parts=parts)
+    variants |= {
+        "lean, batch 8, window": lean(90, 4, 128, 8, False, window=True),
+        "lean, 5 rows, window": lean(90, 4, 128, 1, False, rows=5, window=True),
+        "lean, spec, recall, window": lean(90, 4, 128, 1, True, True, spec_parts=3, recall=16, window=True),
+        "lean combine, spec, recall, window": lean_combine(90, 4, 128, 1, True, spec_parts=3, recall=16, window=True),
+        "flashq, spec, recall, window": flashq(90, 4, 128, 1, True, spec_parts=2, recall=16, window=True),
+        "flashq, sas, 7 x 64, spec, window": flashq(90, 7, 64, 1, True, sas=True, window=True),
+        "turboquant3, 7 x 64, spec, recall, window": flashq(
+            90, 7, 64, 1, True, format="turboquant3", recall=16, window=True
+        ),
+        "flashq combine, spec, recall, window": flashq_combine(90, 4, 128, 1, True, 2, recall=16, window=True),
+        "recall lists, window": choose_lists(90, 4, 16, 2048, window=True),
+    }
     return variants | {
         "lean combine, spec in 3 parts": lean_combine(90, 4, 128, 1, True, spec_parts=3),
         "lean, spec, recall": lean(90, 4, 128, 1, True, True, spec_parts=3, recall=16),
