@@ -191,7 +191,7 @@ def _recall_state(model: Llama, cache: Cache, transport: Transport, recalled: in
     heads = model.config.num_qo_heads // transport.placement.tp_size
     return RecallState.allocate(
         cache.num_layers, cache.batch_size, heads, cache.num_kv_heads, cache.max_context, recalled,
-        attend_recall_parts(layers, recalled), transport.device,
+        attend_recall_parts(layers, recalled), transport.device, [layer.sliding_window for layer in layers],
     )  # fmt: skip
 
 
