@@ -67,14 +67,18 @@ class Launch(AttentionLaunch):
             )
         return launch
 
-    def slide(self, sliding_window: int) -> None:
-        """Give the launch a sliding window: NaN in the blocks in front of it, large values before it in its block."""
+    def slide(self, sliding_window: int, loaded: int = 0) -> None:
+        """Give the launch a sliding window: NaN in the blocks in front of it, large values before it in its block.
+
+        loaded: tokens in front of that block that have large values, too, because a tile may hold them.
+        """
         self.sliding_window = sliding_window
         for request, n in enumerate(self.seq_lens.tolist()):
             first = max(0, n - sliding_window)
+            unread = max(0, first // 64 * 64 - loaded)
             for cache in (self.k, self.v):
-                cache[request, :, : first // 64 * 64] = math.nan
-                cache[request, :, first // 64 * 64 : first] *= 50
+                cache[request, :, :unread] = math.nan
+                cache[request, :, unread:first] *= 50
 
     def run(self) -> None:
         self.clear()

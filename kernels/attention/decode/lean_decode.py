@@ -194,8 +194,9 @@ def lean_decode_attention(
             MAX_COLUMNS.
         block_lse: [B, Hkv, NB, 4, R Hq / Hkv] fp32, without speculation: written as `RecallBuffers.block_lse`, for all
             blocks but the newest two; rows first, then query heads.
-        sliding_window: W, a token attends to the newest W tokens up to itself, and no block in front of them is read;
-            None: to all. From each row to the next, lengths then grow by at most 1.
+        sliding_window: W, a token attends to the newest W tokens up to itself; None: to all. Of what lies in front of
+            them only a part of a tile is read, and masked: its values are finite. From each row to the next, lengths
+            then grow by at most 1.
     Raises:
         ValueError: shape, dtype or layout, naming the argument.
     Capture: graph-safe; allocates nothing. From compute capability 9.0 on, the launches are programmatic dependent

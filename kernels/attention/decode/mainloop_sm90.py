@@ -8,7 +8,8 @@ per SM keep the memory busy. More would only lengthen the queue in which the pre
 The last tile of a range is shifted back, so that it ends where the range ends. So no tile reads unused memory, which
 may hold NaN. The copy writes zeros for tokens before the start of the cache. Tokens before the `token` of a cursor are
 masked: they belong to the previous tile or range. (If V of such a token is infinite, 0 * inf is NaN. But that token is
-part of the same full output, which is then not finite either way.)
+part of the same full output, which is then not finite either way.) So are tokens in front of a sliding window, some of
+which a tile at its begin may hold.
 
     S^T = K q^T,   O^T = V^T P^T
 
