@@ -67,12 +67,13 @@ class Launch(AttentionLaunch):
             )
         return launch
 
-    def slide(self, sliding_window: int, loaded: int = 0) -> None:
+    def slide(self, sliding_window: int, loaded: int | None = None) -> None:
         """Give the launch a sliding window: NaN in the blocks in front of it, large values before it in its block.
 
-        loaded: tokens in front of that block that have large values, too, because a tile may hold them.
+        loaded: tokens in front of that block that have large values, too, because a tile may hold them: on Hopper.
         """
         self.sliding_window = sliding_window
+        loaded = (256 if self.q.is_cuda else 0) if loaded is None else loaded
         for request, n in enumerate(self.seq_lens.tolist()):
             first = max(0, n - sliding_window)
             unread = max(0, first // 64 * 64 - loaded)
