@@ -8,6 +8,9 @@ full attention, which verifies `A~`, reads everything and so knows the *mass* of
 The heaviest blocks between sink and window are the *recall list* of a KV head, which `A~` of the next token also reads.
 A list is chosen from one token's masses: a running mean over tokens is accepted for less than one point more layers,
 and every rank of a pair would have to follow it. Ours.
+
+In a layer with a sliding window of W tokens, the position p attends to the positions above p - W. `A~` then reads those
+tokens of sink, recent window and recalled blocks that lie in the sliding window.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ __all__ = [
     "KV_TILE",
     "MAX_RECALL_BLOCKS",
     "block_masses",
+    "first_visible",
     "predictor_ranges",
     "first_lossy_length",
     "recall_lists",
@@ -42,23 +46,40 @@ def first_lossy_length(chunk_size: int, recall_blocks: int = 0) -> int:
     return 2 * chunk_size + KV_TILE * (1 + recall_blocks)
 
 
-def predictor_ranges(seq_lens: Tensor, chunk_size: int) -> tuple[Tensor, Tensor]:
+def first_visible(seq_lens: Tensor, sliding_window: int | Tensor | None) -> Tensor:
+    """First token that a request's newest token attends to: `max(n - W, 0)`; 0 without a sliding window.
+
+    Args:
+        seq_lens: any shape, integers: tokens in the cache (n), the current one included.
+        sliding_window: W, or one for each layer in a shape that broadcasts; None: all tokens are visible.
+    """
+    return torch.zeros_like(seq_lens) if sliding_window is None else (seq_lens - sliding_window).clamp(min=0)
+
+
+def predictor_ranges(
+    seq_lens: Tensor, chunk_size: int, sliding_window: int | Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Token ranges of the speculative attention: `[0, sink_end)` and `[window_start, seq_len)`.
 
-        sink_end     = min(S, n)
+        sink_end     = max(min(S, n), first)
         window_start = max(sink_end, floor(max(n - S, 0) / 64) * 64)
+        first        = floor(max(n - W, 0) / 64) * 64, 0 without a sliding window
 
     The window starts on a KV tile, so it holds S .. S + 63 tokens. The ranges never overlap: for `n < 2 S + 64` they
     meet, cover every token once, and `A~ = A`. If `n <= S`, the window is empty and both results are `n`.
+
+    With a sliding window of W tokens, tokens in front of `first_visible` are read by nobody; those between sink and
+    window are whole blocks of 64 tokens, each with at least one visible token.
 
     Source: Attention-Level Speculation, section 3.1 (first and last S tokens); the widening to whole tiles is ours.
 
     Args:
         seq_lens: any shape, int32 or int64: tokens in the cache (n), the current one included.
         chunk_size: S, a positive multiple of `KV_TILE`.
+        sliding_window: as for `first_visible`.
 
     Returns:
-        sink_end, window_start: shape, dtype and device of `seq_lens`.
+        sink_end, window_start: shape, dtype and device of `seq_lens`, broadcast with `sliding_window`.
 
     Raises:
         ValueError: `seq_lens` is not int32 or int64, or `chunk_size` is not a positive multiple of `KV_TILE`.
@@ -68,7 +89,8 @@ def predictor_ranges(seq_lens: Tensor, chunk_size: int) -> tuple[Tensor, Tensor]
         raise ValueError(f"seq_lens: expected int32 or int64, found {seq_lens.dtype}")
     if chunk_size <= 0 or chunk_size % KV_TILE != 0:
         raise ValueError(f"chunk_size: expected a positive multiple of {KV_TILE}, found {chunk_size}")
-    sink_end = seq_lens.clamp(max=chunk_size)
+    first = torch.div(first_visible(seq_lens, sliding_window), KV_TILE, rounding_mode="floor") * KV_TILE
+    sink_end = torch.maximum(seq_lens.clamp(max=chunk_size), first)
     window_tile = torch.div((seq_lens - chunk_size).clamp(min=0), KV_TILE, rounding_mode="floor")
     return sink_end, torch.maximum(sink_end, window_tile * KV_TILE)
 

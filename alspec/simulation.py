@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from alspec.predictor import KV_TILE, block_masses, predictor_ranges, recalled_blocks
+from alspec.predictor import KV_TILE, block_masses, first_visible, predictor_ranges, recalled_blocks
 from alspec.priority import INITIAL_PRIORITY, Priority, after_handover, after_verdict, sender, skips_compute
 from alspec.verdict import accepts, distance_sums, layer_verdict
 
@@ -66,6 +66,7 @@ def simulate_step(
     priority: Priority = INITIAL_PRIORITY,
     recall_blocks: int = 0,
     masses: Sequence[Tensor] = (),
+    sliding_windows: Sequence[int | None] = (),
 ) -> SimulatedStep:
     """Run one decode step with speculation simulated. Inputs are not modified.
 
@@ -83,6 +84,7 @@ def simulate_step(
         priority: priorities at the start of the step.
         recall_blocks: blocks of 64 tokens that `A~` of a KV head reads beside sink and window (predictor.py).
         masses: with `recall_blocks`, L x [B, Hkv, NB], the masses of the token before.
+        sliding_windows: newest tokens that a token attends to in each layer, None: all; not given: all in every layer.
 
     Returns:
         See `SimulatedStep`.
@@ -102,8 +104,6 @@ def simulate_step(
 
     live = torch.ones_like(seq_lens, dtype=torch.bool) if live is None else live
     position = seq_lens.to(torch.int64) - 1
-    every_token = [list(range(n)) for n in lengths]
-    spec_tokens = _spec_tokens(seq_lens, chunk_size)
     new_masses: list[Tensor] = []
     new_k, new_v = [layer.clone() for layer in k_cache], [layer.clone() for layer in v_cache]
     hits: list[Tensor] = []
@@ -113,12 +113,15 @@ def simulate_step(
         for request, n in enumerate(lengths):
             keys[request, :, n - 1] = k[request]
             values[request, :, n - 1] = v[request]
-        full_out = attend(q, keys, values, every_token, sm_scale)
+        window = sliding_windows[layer] if sliding_windows else None
+        visible = [list(range(first, n)) for first, n in zip(first_visible(seq_lens, window), lengths, strict=True)]
+        full_out = attend(q, keys, values, visible, sm_scale)
         if recall_blocks:
-            spec_out = _attend_recalling(q, keys, values, seq_lens, masses[layer], recall_blocks, chunk_size, sm_scale)
-            new_masses.append(_masses(q, keys, lengths, masses[layer], sm_scale))
+            chosen = _recalled(masses[layer], seq_lens, recall_blocks, chunk_size, window)
+            spec_out = _attend_recalling(q, keys, values, visible, chosen, chunk_size, sm_scale)
+            new_masses.append(_masses(q, keys, visible, masses[layer], sm_scale))
         else:
-            spec_out = attend(q, keys, values, spec_tokens, sm_scale)
+            spec_out = attend(q, keys, values, _spec_tokens(visible, chunk_size), sm_scale)
         request_accepts = accepts(distance_sums(spec_out, full_out), threshold)
         hits.append(request_accepts & live)
         verdicts.append(layer_verdict(request_accepts, live))
@@ -186,37 +189,41 @@ def replay_priorities(
     return senders, (ops[0], ops[1]), priority
 
 
-def _spec_tokens(seq_lens: Tensor, chunk_size: int) -> list[list[int]]:
-    """Positions of sink and window, for each request."""
-    sink_end, window_start = predictor_ranges(seq_lens, chunk_size)
-    ranges = zip(sink_end.tolist(), window_start.tolist(), seq_lens.tolist(), strict=True)
-    return [[*range(sink), *range(window, n)] for sink, window, n in ranges]
+def _spec_tokens(visible: Sequence[Sequence[int]], chunk_size: int) -> list[list[int]]:
+    """Visible positions in sink and window, for each request."""
+    sink_end, window_start = predictor_ranges(torch.tensor([tokens[-1] + 1 for tokens in visible]), chunk_size)
+    ranges = zip(visible, sink_end.tolist(), window_start.tolist(), strict=True)
+    return [[t for t in tokens if t < sink or t >= window] for tokens, sink, window in ranges]
+
+
+def _recalled(mass: Tensor, seq_lens: Tensor, count: int, chunk_size: int, sliding_window: int | None) -> Tensor:
+    """[B, Hkv, NB] bool, the blocks that were heavy for the token before."""
+    sink_end, window_start = predictor_ranges(seq_lens - 1, chunk_size, sliding_window)
+    return recalled_blocks(mass, sink_end[:, None], window_start[:, None], count)
 
 
 def _attend_recalling(
-    q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, mass: Tensor, count: int, chunk_size: int, sm_scale: float
+    q: Tensor, k: Tensor, v: Tensor, visible: Sequence[Sequence[int]], chosen: Tensor, chunk_size: int, sm_scale: float
 ) -> Tensor:
-    """`A~` over sink, window and the recalled blocks, which each KV head has of its own."""
-    heads_per_kv = q.shape[1] // k.shape[1]
-    sink_end, window_start = predictor_ranges(seq_lens - 1, chunk_size)
-    chosen = recalled_blocks(mass, sink_end[:, None], window_start[:, None], count)
+    """`A~` over the visible tokens of sink, window and the recalled blocks, which each KV head has of its own."""
+    heads_per_kv, near = q.shape[1] // k.shape[1], _spec_tokens(visible, chunk_size)
     outs = []
     for head in range(k.shape[1]):
         tokens = [
-            own
-            + [block * KV_TILE + i for block in chosen[request, head].nonzero().flatten().tolist() for i in range(64)]
-            for request, own in enumerate(_spec_tokens(seq_lens, chunk_size))
+            own + [t for t in visible[request] if chosen[request, head, t // KV_TILE]]
+            for request, own in enumerate(near)
         ]
         own_heads = slice(head * heads_per_kv, (head + 1) * heads_per_kv)
         outs.append(attend(q[:, own_heads], k[:, head : head + 1], v[:, head : head + 1], tokens, sm_scale))
     return torch.cat(outs, dim=1)
 
 
-def _masses(q: Tensor, k: Tensor, lengths: Sequence[int], mass: Tensor, sm_scale: float) -> Tensor:
+def _masses(q: Tensor, k: Tensor, visible: Sequence[Sequence[int]], mass: Tensor, sm_scale: float) -> Tensor:
     """Masses of this token's full attention, in the shape of `mass`."""
     found = torch.zeros_like(mass)
-    for request, n in enumerate(lengths):
+    for request, tokens in enumerate(visible):
         rows = q[request].unflatten(0, (k.shape[1], -1))  # [Hkv, G, D]
-        weights = torch.softmax(sm_scale * (rows @ k[request, :, :n].transpose(1, 2)), dim=-1)
-        found[request] = block_masses(weights, torch.arange(n, device=q.device) // KV_TILE, mass.shape[-1])
+        weights = torch.softmax(sm_scale * (rows @ k[request, :, tokens].transpose(1, 2)), dim=-1)
+        blocks = torch.tensor(tokens, device=q.device) // KV_TILE
+        found[request] = block_masses(weights, blocks, mass.shape[-1])
     return found

@@ -146,7 +146,6 @@ def _contexts(config: EvaluateConfig, engine: Engine) -> list[int]:
     if config.contexts is not None:
         return sorted(set(config.contexts))
     limit = engine.model_config.longest_context
-    limit = engine.model_config.window_below(limit) or limit
     contexts = [context for context in CONTEXTS if context <= limit] or [limit]
     if contexts != list(CONTEXTS) and engine.placement.rank == 0:
         measured = ", ".join(map(str, contexts))
@@ -207,8 +206,6 @@ def _tasks(engine: Engine, config: EvaluateConfig, contexts: list[int], text: st
     tokenizer = engine.text_tokenizer("give a --model folder", "evaluate")
     longest = max(contexts)
     check_positions(longest, engine.model_config)
-    if window := engine.model_config.window_below(longest):
-        raise UserError(f"flags: --contexts: texts are scored up to the model's sliding window, {window} tokens")
     tasks = []
     count = max(config.windows, config.answers)
     ids = tokenizer.encode(text, add_bos=False) if count else []

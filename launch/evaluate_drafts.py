@@ -85,7 +85,6 @@ def _check(config: EvaluateConfig) -> None:
 def _contexts(config: EvaluateConfig, engine: Engine) -> list[int]:
     """Lengths in ascending order; by default those of `CONTEXTS` that the model takes, or its own length."""
     limit = engine.model_config.longest_context
-    limit = engine.model_config.window_below(limit) or limit
     contexts = sorted(set(config.contexts or [each for each in CONTEXTS if each <= limit] or [limit]))
     check_positions(contexts[-1], engine.model_config)
     engine.check_prompts([[0]], contexts[-1] - 1)

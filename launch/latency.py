@@ -35,7 +35,7 @@ from alspec.launch.terminal.flags import (
 from alspec.launch.terminal.output import append_rows, exit_code, result_console, write_text, writing
 from alspec.launch.terminal.prompts import read_text_ids
 from alspec.models.checkpoint.source import model_config, model_name
-from alspec.runtime.cache.codecs import check_codec, check_window, fit_heads
+from alspec.runtime.cache.codecs import check_codec, fit_heads
 from alspec.runtime.distributed.placement import Placement, choose_device, choose_mode, why_no_peers
 from alspec.runtime.engine.engine import Engine
 from alspec.runtime.faults.guard import guarded
@@ -174,11 +174,9 @@ def _check_modes(config: LatencyConfig) -> None:
                 "program with torchrun --nproc-per-node 2 (or 4, ...), or leave paired out"
             )
         _, num_groups = choose_mode(mode, model, placement.world_size)
-        longest = max(config.contexts or [min(CONTEXTS[-1], model.longest_context)])
         for codec in _codecs(config):
             protect = 0 if codec == "bf16" else config.kv_protect
             check_codec(codec, fit_heads(codec, model), placement.world_size // num_groups, protect)
-            check_window(codec, mode, model, longest)
     is_forced = any(rate != "real" for rate in config.hit_rates)
     if "paired" in _modes(config) and is_forced and choose_device(config, placement)[0].type != "cuda":
         raise UserError("flags: --hit-rates: forced verdicts need the fused kernels, which run on GPUs")

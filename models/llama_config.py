@@ -277,6 +277,11 @@ class LlamaConfig(Frozen):
         """Newest tokens that a token attends to in a layer; None: all."""
         return None if layer in self.full_layers else self.sliding_window
 
+    def windows(self, context: int) -> list[int | None]:
+        """The sliding window of each layer; None where it is not shorter than `context` tokens."""
+        windows = map(self.window, range(self.num_layers))
+        return [window if window is not None and window < context else None for window in windows]
+
     def window_below(self, context: int) -> int | None:
         """The sliding window, if it is shorter than `context` tokens in some layer; else None."""
         window = self.sliding_window

@@ -64,6 +64,7 @@ class KVLayer(NamedTuple):
     k: Tensor  # [B, Hkv, N, D]
     v: Tensor  # [B, Hkv, N, D]
     is_ring: bool = False
+    sliding_window: int | None = None  # of a layer that holds more tokens than a token attends to; None: it reads all
 
     @property
     def batch_size(self) -> int:
@@ -87,7 +88,7 @@ class KVLayer(NamedTuple):
 
     def select(self, layer: int) -> KVLayer:
         """Return one layer of a stack."""
-        return KVLayer(self.k[layer], self.v[layer], self.is_ring)
+        return KVLayer(self.k[layer], self.v[layer], self.is_ring, self.sliding_window)
 
     def lengths(self, seq_lens: Tensor) -> Tensor:
         """Tokens that attention reads, [B], of requests of `seq_lens` tokens."""
@@ -134,7 +135,9 @@ def attend(
     if isinstance(layer, QuantisedLayer):
         quantised_decode_attention(q, layer, *args, prefetch_before_wait=prefetch_before_wait)
     else:
-        lean_decode_attention(q, layer.k, layer.v, *args, prefetch_before_wait=prefetch_before_wait)
+        lean_decode_attention(
+            q, layer.k, layer.v, *args, prefetch_before_wait=prefetch_before_wait, sliding_window=layer.sliding_window
+        )
 
 
 def attend_rows(
@@ -152,7 +155,8 @@ def attend_rows(
     """Launch decode attention of R rows of each request, each over the tokens up to its own.
 
     Args:
-        q: [B R, Hq, D], rows of a request side by side.  row_lens: [B, R] int32, ascending.
+        q: [B R, Hq, D], rows of a request side by side.  row_lens: [B, R] int32, ascending; in a layer with a sliding
+            window, from each row to the next by at most 1.
         seq_lens: [B] int32, the last of each request's `row_lens`.
         workspace: of `attend_workspace` with R rows.  out: [B R, Hq, D].  lse: [B R, Hq] fp32.
         block_lse: written with the weights of blocks: over bf16 [B, Hkv, NB, 4, R Hq / Hkv], over a quantised cache
@@ -168,7 +172,7 @@ def attend_rows(
     else:
         lean_decode_attention(
             q, layer.k, layer.v, seq_lens, sm_scale, workspace, out, lse,
-            row_lens=row_lens if row_lens.shape[1] > 1 else None, **options,
+            row_lens=row_lens if row_lens.shape[1] > 1 else None, sliding_window=layer.sliding_window, **options,
         )  # fmt: skip
 
 
@@ -242,7 +246,7 @@ class DecodeAttention:
             [B, Hq, D] fp32; on CUDA the same buffer in every call.
         """
         if not self._is_cuda:
-            return decode_attention(q, *_dense_kv(layer, seq_lens), seq_lens, self._sm_scale, layer.softmax)[0]
+            return self._decode(q, layer, *_dense_kv(layer, seq_lens), seq_lens)
         self._launch(q, layer, seq_lens, None)
         return self._out
 
@@ -260,7 +264,7 @@ class DecodeAttention:
         # Rows of one block read the same records: the layer is dequantised once.
         kv = _dense_kv(layer, seq_lens.amax(0))
         rows = zip(q, seq_lens, strict=True)
-        return torch.stack([decode_attention(row, *kv, n, self._sm_scale, layer.softmax)[0] for row, n in rows])
+        return torch.stack([self._decode(row, layer, *kv, n) for row, n in rows])
 
     def predict(self, q: Tensor, layer: CacheLayer, seq_lens: Tensor, index: int = 0) -> Tensor:
         """Compute `A~` over sink, window and recalled blocks.
@@ -274,15 +278,15 @@ class DecodeAttention:
             self._launch(q, layer, seq_lens, self._spec_output(index), "predictor", index)
             return self._spec_out
         self._kv = _dense_kv(layer, seq_lens)
-        self._window = predictor_attention(
-            q, *self._kv, seq_lens, self._chunk_size, self._sm_scale, layer.softmax
-        )  # the partial over sink and window
-        self._spec_out = self._window[0]
+        softmax, window = layer.softmax, layer.sliding_window
+        self._near = predictor_attention(  # over sink and window
+            q, *self._kv, seq_lens, self._chunk_size, self._sm_scale, softmax, window
+        )
+        self._spec_out = self._near[0]
         if self._recall is not None:
-            recalled = recalled_attention(
-                q, *self._kv, seq_lens, self._recall.lists[index], self._sm_scale, layer.softmax
-            )
-            parts = zip(self._window, recalled, strict=True)
+            lists = self._recall.lists[index]
+            recalled = recalled_attention(q, *self._kv, seq_lens, lists, self._sm_scale, softmax, window)
+            parts = zip(self._near, recalled, strict=True)
             self._spec_out, _ = combine_partials(*(torch.stack(part) for part in parts))
         return self._spec_out
 
@@ -296,13 +300,14 @@ class DecodeAttention:
             speculation = self._spec_output(index)
             self._launch(q, layer, seq_lens, speculation, "rest", index)
             return self._out, speculation.sums.sum(1)
-        args = q, *self._kv, seq_lens
-        full_out, lse = verify_attention(*args, *self._window, self._chunk_size, self._sm_scale, layer.softmax)
+        softmax, window = layer.softmax, layer.sliding_window
+        full_out, lse = verify_attention(
+            q, *self._kv, seq_lens, *self._near, self._chunk_size, self._sm_scale, softmax, window
+        )
         if self._recall is not None:
             self._recall.lse[index] = lse
-            rest_block_lse(
-                q, self._kv[0], seq_lens, self._chunk_size, self._sm_scale, layer.softmax, self._recall.block_lse[index]
-            )
+            block_lse = self._recall.block_lse[index]
+            rest_block_lse(q, self._kv[0], seq_lens, self._chunk_size, self._sm_scale, softmax, block_lse, window)
         del self._kv  # a whole dequantised layer: do not hold two at a time
         return full_out, distance_sums(self._spec_out, full_out)
 
@@ -320,6 +325,9 @@ class DecodeAttention:
             self.predict(q, layer, seq_lens, index)
             self.verify(q, layer, seq_lens, index)
             self.recall(seq_lens, index)
+
+    def _decode(self, q: Tensor, layer: CacheLayer, k: Tensor, v: Tensor, seq_lens: Tensor) -> Tensor:
+        return decode_attention(q, k, v, seq_lens, self._sm_scale, layer.softmax, layer.sliding_window)[0]
 
     def _spec_output(self, index: int) -> SpecOutput:
         if self._recall is None:

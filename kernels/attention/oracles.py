@@ -91,19 +91,27 @@ def _cutoff(softmax: Softmax, num_tokens: int) -> float | None:
 
 
 def decode_attention_ref(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, seq_lens: Tensor, sm_scale: float, softmax: Softmax = "exact"
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    seq_lens: Tensor,
+    sm_scale: float,
+    softmax: Softmax = "exact",
+    sliding_window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of one new token per request over its first `seq_lens` cached tokens.
 
     Args:
         q: [B, Hq, D].  k_cache, v_cache: [B, Hkv, N, D].  seq_lens: [B] integers.
         softmax: "sas" uses the cutoff for each request's length.
+        sliding_window: W, the newest token attends to tokens t > n - 1 - W; None: to all.
     Returns:
         o: [B, Hq, D] fp64.  lse: [B, Hq] fp64, base 2.
     """
+    spans = [(max(0, n - (sliding_window or n)), n) for n in seq_lens.tolist()]
     parts = [
-        _attend(q[b], k_cache[b, :, :n], v_cache[b, :, :n], sm_scale, _cutoff(softmax, n))
-        for b, n in enumerate(seq_lens.tolist())
+        _attend(q[b], k_cache[b, :, start:n], v_cache[b, :, start:n], sm_scale, _cutoff(softmax, n))
+        for b, (start, n) in enumerate(spans)
     ]
     return torch.stack([o for o, _ in parts]), torch.stack([lse for _, lse in parts])
 
@@ -129,20 +137,22 @@ def speculative_decode_attention_ref(
     chunk_size: int,
     sm_scale: float,
     softmax: Softmax = "exact",
+    sliding_window: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`A~` over sink and window, `A` over everything, and `(dist2, norm2)` of their difference.
 
     `A~` covers the tokens `t < S`, and those with `t >= n - S`, rounded down to a multiple of 64. With "sas" its cutoff
-    is that for all n tokens.
+    is that for all n tokens. Both read only tokens `t > n - 1 - W`, with a sliding window of W.
 
     Returns:
         spec_out, full_out: [B, Hq, D] fp64.  sums: [B, 2] fp64.
     """
-    full_out, _ = decode_attention_ref(q, k_cache, v_cache, seq_lens, sm_scale, softmax)
+    full_out, _ = decode_attention_ref(q, k_cache, v_cache, seq_lens, sm_scale, softmax, sliding_window)
     spec_out = torch.empty_like(full_out)
     for b, n in enumerate(seq_lens.tolist()):
         window_start = max(n - chunk_size, 0) // 64 * 64
-        tokens = [t for t in range(n) if t < chunk_size or t >= window_start]
+        visible = range(max(0, n - (sliding_window or n)), n)
+        tokens = [t for t in visible if t < chunk_size or t >= window_start]
         spec_k, spec_v = k_cache[b, :, tokens], v_cache[b, :, tokens]
         spec_out[b], _ = _attend(q[b], spec_k, spec_v, sm_scale, _cutoff(softmax, n))
     dist2 = (spec_out - full_out).pow(2).sum((1, 2))

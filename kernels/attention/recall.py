@@ -8,6 +8,7 @@ Shapes: L layers, B requests, Hq query heads, Hkv KV heads, NB blocks of the cac
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +34,7 @@ class RecallState:
     block_lse: Tensor  # [L, B, Hkv, NB, 4, Hq / Hkv] fp32, see `RecallBuffers`
     lse: Tensor  # [L, B, Hq] fp32, base 2, of the full attention
     parts: int  # of `A~` over recalled blocks, see `RecallBuffers`
+    windows: Tensor | None = None  # [L] int32, the sliding window of each layer; where it has none, its capacity
 
     @classmethod
     def allocate(
@@ -45,11 +47,13 @@ class RecallState:
         recall_blocks: int,
         parts: int,
         device: torch.device,
+        windows: Sequence[int | None] = (),
     ) -> RecallState:
         """Allocate with empty lists.
 
         Args:
             capacity: tokens of the cache.  recall_blocks: M.  parts: from `attend_recall_parts`.
+            windows: sliding window of each layer, None without one; not given: no layer has one.
         """
         shape = (num_layers, batch_size, num_kv_heads)
         weights = (*shape, -(-capacity // KV_TILE), 4, num_qo_heads // num_kv_heads)
@@ -58,6 +62,9 @@ class RecallState:
             torch.full(weights, float("-inf"), device=device),
             torch.zeros(num_layers, batch_size, num_qo_heads, device=device),
             parts,
+            torch.tensor([window or capacity for window in windows], dtype=torch.int32, device=device)
+            if any(windows)
+            else None,
         )
 
     def buffers(self, layer: int) -> RecallBuffers:
@@ -71,21 +78,25 @@ def recall_bytes(num_layers: int, num_qo_heads: int, num_kv_heads: int, capacity
     return 4 * num_layers * (num_kv_heads * recall_blocks + weights + num_qo_heads)
 
 
-def recall_lists_ref(block_lse: Tensor, lse: Tensor, seq_lens: Tensor, chunk_size: int, count: int) -> Tensor:
+def recall_lists_ref(
+    block_lse: Tensor, lse: Tensor, seq_lens: Tensor, chunk_size: int, count: int, windows: Tensor | None = None
+) -> Tensor:
     """Recall lists of the next token from what the full attention of this one left.
 
         mass(block) = max over the heads of a KV head of sum 2^(block_lse - lse)
 
     Args:
         block_lse: [..., B, Hkv, NB, 4, Hq / Hkv] fp32.  lse: [..., B, Hq] fp32.
-        seq_lens: [B] integers, tokens that this attention read.  chunk_size: S.  count: M.
+        seq_lens: [B] integers, tokens up to and with the one that attended.  chunk_size: S.  count: M.
+        windows: [...] integers, sliding windows, as `RecallState.windows`; None: no layer has one.
     Returns:
         [..., B, Hkv, M] int32.
     """
     heads = lse.unflatten(-1, (block_lse.shape[-4], -1))[..., None, None, :]
     mass = torch.exp2(block_lse - heads).sum(-2).amax(-1)
-    sink_end, window_start = predictor_ranges(seq_lens, chunk_size)
-    return recall_lists(mass, sink_end[:, None], window_start[:, None], count)
+    sliding_window = None if windows is None else windows[..., None]
+    sink_end, window_start = predictor_ranges(seq_lens, chunk_size, sliding_window)
+    return recall_lists(mass, sink_end[..., None], window_start[..., None], count)
 
 
 @triton.jit(do_not_specialize=["num_blocks", "chunk_size"])
@@ -97,6 +108,7 @@ def _choose_recall_lists_kernel(
     peer_lists_ptr,  # the same, of another rank; or None
     senders_ptr,  # [L] int32: layers that this rank has the weights of; or None: all
     chosen_rows_ptr,  # [B] int32: of ROWS rows of each request, the one that counts; or None: there is one
+    windows_ptr,  # [L] int32: sliding windows; or None: no layer has one
     num_blocks,
     chunk_size,
     HKV: tl.constexpr,
@@ -114,7 +126,10 @@ def _choose_recall_lists_kernel(
         if tl.load(senders_ptr + layer) == 0:
             return
     row = (layer * tl.num_programs(1) + request) * HKV + head
-    sink, window = token_ranges(tl.load(seq_lens_ptr + request), chunk_size, True)
+    sliding_window = None
+    if windows_ptr is not None:
+        sliding_window = tl.load(windows_ptr + layer)
+    _, sink, window = token_ranges(tl.load(seq_lens_ptr + request), chunk_size, True, sliding_window)
     blocks, heads = tl.arange(0, BLOCKS_PAD), tl.arange(0, HEADS_PAD)
     is_between = (blocks * KV_BLOCK >= sink) & (blocks * KV_BLOCK + KV_BLOCK <= window)
     lse_row, first_column = row, 0
@@ -170,10 +185,11 @@ def choose_recall_lists(
     block_lse, lse = state.block_lse[layers], state.lse[layers]
     peer_lists = None if peer_lists is None else peer_lists[layers]
     senders = None if senders is None else senders[layers]
+    windows = None if state.windows is None else state.windows[layers]
     if lists.is_cuda:
-        launch_choice(block_lse, lse, seq_lens, chunk_size, lists, peer_lists, senders)
+        launch_choice(block_lse, lse, seq_lens, chunk_size, lists, peer_lists, senders, windows=windows)
         return
-    chosen = recall_lists_ref(block_lse, lse, seq_lens, chunk_size, lists.shape[-1])
+    chosen = recall_lists_ref(block_lse, lse, seq_lens, chunk_size, lists.shape[-1], windows)
     is_sender = slice(None) if senders is None else senders != 0
     for target in (lists,) if peer_lists is None else (lists, peer_lists):
         target[is_sender] = chosen[is_sender]
@@ -190,6 +206,7 @@ def launch_choice(
     chosen_rows: Tensor | None = None,
     rows: int = 1,
     is_apart: bool = False,
+    windows: Tensor | None = None,
 ) -> None:
     """Launch the kernel of `choose_recall_lists`, with the tensors of the chosen layers.
 
@@ -197,14 +214,15 @@ def launch_choice(
         chosen_rows: [B] int32, the row of each request whose attention chooses; None: there is one row.
         rows: rows of each request.  lse: [L, B rows, Hq].
         is_apart: block_lse is [L, B rows, Hkv, NB, 4, Hq / Hkv]; otherwise [L, B, Hkv, NB, 4, rows Hq / Hkv].
+        windows: [L] int32, see `RecallState`.
     """
     num_layers, batch_size, num_kv_heads, count = lists.shape
     num_blocks, heads = block_lse.shape[3], lse.shape[2] // num_kv_heads
     recall_pad = max(2, triton.next_power_of_2(count))  # `tl.topk` takes two or more
     pad = max(triton.next_power_of_2(num_blocks), recall_pad)
     jit_launch(_choose_recall_lists_kernel, (num_kv_heads, batch_size, num_layers))(
-        block_lse, lse, seq_lens, lists, peer_lists, senders, chosen_rows, num_blocks, chunk_size, HKV=num_kv_heads,
-        HEADS=heads, ROWS=rows, APART=is_apart,
+        block_lse, lse, seq_lens, lists, peer_lists, senders, chosen_rows, windows, num_blocks, chunk_size,
+        HKV=num_kv_heads, HEADS=heads, ROWS=rows, APART=is_apart,
         HEADS_PAD=triton.next_power_of_2(heads), RECALL=count, RECALL_PAD=recall_pad, BLOCKS_PAD=pad,
         num_warps=num_warps(pad),
     )  # fmt: skip

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_flash_attention
 
 from alspec.kernels.kv_codec.flashq.quantize import dequantize
-from alspec.predictor import KV_TILE, predictor_ranges
+from alspec.predictor import KV_TILE, first_visible, predictor_ranges
 from alspec.sas import Softmax, cutoff, sas_softmax
 
 __all__ = [
@@ -80,7 +80,13 @@ def attend_tokens(
 
 
 def decode_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, seq_lens: Tensor, sm_scale: float, softmax: Softmax = "exact"
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    seq_lens: Tensor,
+    sm_scale: float,
+    softmax: Softmax = "exact",
+    sliding_window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of one new token per request over its first `seq_lens` cached tokens.
 
@@ -90,12 +96,14 @@ def decode_attention(
         q: [B, Hq, D].  k_cache, v_cache: [B, Hkv, N, D] in q's dtype.
         seq_lens: [B] integers; read on the host, to slice the cache.
         softmax: "sas" uses the weights of `alspec/sas.py`, with the cutoff for each request's length.
+        sliding_window: only the newest tokens that it counts are read; None: all.
     Returns:
         o: [B, Hq, D] fp32.  lse: [B, Hq] fp32, base 2.
     """
+    spans = zip(first_visible(seq_lens, sliding_window).tolist(), seq_lens.tolist(), strict=True)
     parts = [
-        attend_tokens(q[b], k_cache[b, :, :n], v_cache[b, :, :n], sm_scale, softmax, n)
-        for b, n in enumerate(seq_lens.tolist())
+        attend_tokens(q[b], k_cache[b, :, start:n], v_cache[b, :, start:n], sm_scale, softmax, n)
+        for b, (start, n) in enumerate(spans)
     ]
     return torch.stack([o for o, _ in parts]), torch.stack([lse for _, lse in parts])
 
@@ -126,15 +134,17 @@ def predictor_attention(
     chunk_size: int,
     sm_scale: float,
     softmax: Softmax = "exact",
+    sliding_window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`A~`: attention over sink and window, each token counted once. Source: ALSpec, section 3.1.
 
     Args and Returns as for `decode_attention`; `chunk_size` (S) gives the lengths of sink and window.
     """
-    sink_end, window_start = (ends.tolist() for ends in predictor_ranges(seq_lens, chunk_size))
+    sink_end, window_start = (ends.tolist() for ends in predictor_ranges(seq_lens, chunk_size, sliding_window))
+    first = first_visible(seq_lens, sliding_window).tolist()
     parts = []
     for b, n in enumerate(seq_lens.tolist()):
-        spans = [(0, sink_end[b]), (window_start[b], n)]
+        spans = [(min(first[b], sink_end[b]), sink_end[b]), (max(first[b], window_start[b]), n)]
         k, v = (torch.cat([cache[b, :, i:j] for i, j in spans], dim=1) for cache in (k_cache, v_cache))
         parts.append(attend_tokens(q[b], k, v, sm_scale, softmax, n))
     return torch.stack([o for o, _ in parts]), torch.stack([lse for _, lse in parts])
@@ -150,6 +160,7 @@ def verify_attention(
     chunk_size: int,
     sm_scale: float,
     softmax: Softmax = "exact",
+    sliding_window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Read the tokens between sink and window and complete the partial over sink and window to `A`.
 
@@ -159,10 +170,12 @@ def verify_attention(
         full_out: [B, Hq, D] fp32.  lse: [B, Hq] fp32, base 2.
     Oracle: `speculative_decode_attention_ref`.
     """
-    sink_end, window_start = (ends.tolist() for ends in predictor_ranges(seq_lens, chunk_size))
+    sink_end, window_start = predictor_ranges(seq_lens, chunk_size, sliding_window)
+    starts = torch.maximum(sink_end, torch.minimum(first_visible(seq_lens, sliding_window), window_start))
+    spans = zip(starts.tolist(), window_start.tolist(), seq_lens.tolist(), strict=True)
     parts = [
         attend_tokens(q[b], k_cache[b, :, start:stop], v_cache[b, :, start:stop], sm_scale, softmax, n)
-        for b, (start, stop, n) in enumerate(zip(sink_end, window_start, seq_lens.tolist(), strict=True))
+        for b, (start, stop, n) in enumerate(spans)
     ]
     rest_out, rest_lse = torch.stack([o for o, _ in parts]), torch.stack([lse for _, lse in parts])
     return combine_partials(torch.stack([spec_out, rest_out]), torch.stack([spec_lse, rest_lse]))
@@ -198,11 +211,20 @@ def prefill_attention(
     return torch.cat(outs)
 
 
-def window_prefill_attention(q: Tensor, k: Tensor, v: Tensor, sm_scale: float, window: int) -> Tensor:
+def window_prefill_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sm_scale: float,
+    window: int,
+    softmax: Softmax = "exact",
+    cutoff_tokens: int | None = None,
+) -> Tensor:
     """`prefill_attention` in which a token attends to its newest `window` tokens, itself included.
 
     Args:
         q: [n_q, Hq, D], the last `n_q` of `n` tokens.  k, v: [Hkv, n, D] in q's dtype.
+        softmax, cutoff_tokens: as for `prefill_attention`.
     Returns:
         [n_q, Hq, D] in q's dtype. Oracle: `prefill_attention_ref`.
     """
@@ -213,6 +235,11 @@ def window_prefill_attention(q: Tensor, k: Tensor, v: Tensor, sm_scale: float, w
         token = torch.arange(start, end, device=q.device)
         position = token[len(token) - len(queries) :, None]
         visible = (token <= position) & (token > position - window)
+        if softmax == "sas":
+            keys, values = k[:, start:end].float().transpose(1, 2), v[:, start:end].float()
+            n_r = cutoff(cutoff_tokens or k.shape[1])
+            outs.append(_sas_attention(queries, keys, values, visible, sm_scale, n_r).to(q.dtype))
+            continue
         qkv = queries.transpose(0, 1)[None], k[None, :, start:end], v[None, :, start:end]
         out = F.scaled_dot_product_attention(*qkv, visible, scale=sm_scale, enable_gqa=True)
         outs.append(out[0].transpose(0, 1))
@@ -292,17 +319,23 @@ def _mask_bias(num_queries: int, num_tokens: int, dtype: torch.dtype) -> Tensor:
 
 def _sas_prefill_attention(q: Tensor, k: Tensor, v: Tensor, sm_scale: float, cutoff_tokens: int) -> Tensor:
     """`prefill_attention` with SAS weights; only as many queries at a time as `SCORES_AT_ONCE` allows."""
-    (num_queries, num_qo_heads, head_dim), (num_kv_heads, num_tokens, _) = q.shape, k.shape
+    (num_queries, num_qo_heads, _), num_tokens = q.shape, k.shape[1]
     n_r, keys, values = cutoff(cutoff_tokens), k.float().transpose(1, 2), v.float()
     token = torch.arange(num_tokens, device=q.device)
     at_once = max(1, SCORES_AT_ONCE[q.device.type] // (num_qo_heads * num_tokens))
     outs = []
     for queries, position in zip(q.split(at_once), token[num_tokens - num_queries :].split(at_once), strict=True):
-        rows = queries.float().transpose(0, 1).reshape(num_kv_heads, -1, head_dim)  # [Hkv, heads x queries, D]
-        scores = (rows @ keys * sm_scale).unflatten(1, (-1, len(queries)))
-        weights, _ = sas_softmax(scores.masked_fill(token > position[:, None], -math.inf), n_r)
-        outs.append((weights.flatten(1, 2) @ values).view(num_qo_heads, len(queries), head_dim).transpose(0, 1))
+        outs.append(_sas_attention(queries, keys, values, token <= position[:, None], sm_scale, n_r))
     return torch.cat(outs).to(q.dtype)
+
+
+def _sas_attention(q: Tensor, keys: Tensor, values: Tensor, visible: Tensor, sm_scale: float, n_r: float) -> Tensor:
+    """Attention with SAS weights: q [n_q, Hq, D], keys [Hkv, D, n] fp32, values [Hkv, n, D] fp32, visible [n_q, n]."""
+    (num_queries, num_qo_heads, head_dim), num_kv_heads = q.shape, keys.shape[0]
+    rows = q.float().transpose(0, 1).reshape(num_kv_heads, -1, head_dim)  # [Hkv, heads x queries, D]
+    scores = (rows @ keys * sm_scale).unflatten(1, (-1, num_queries))
+    weights, _ = sas_softmax(scores.masked_fill(~visible, -math.inf), n_r)
+    return (weights.flatten(1, 2) @ values).view(num_qo_heads, num_queries, head_dim).transpose(0, 1)
 
 
 def dequantized_prefill_attention(
@@ -314,17 +347,25 @@ def dequantized_prefill_attention(
     sm_scale: float,
     softmax: Softmax = "exact",
     cutoff_tokens: int | None = None,
+    window: int | None = None,
 ) -> Tensor:
     """`prefill_attention` over INT8 keys and values, dequantised to q's dtype.
 
     Args:
         q: [n_q, Hq, D], the last `n_q` of `n` tokens.  k8, v8: [Hkv, n, D] int8.
         k_scale, v_scale: [Hkv, ceil(n / 64)] fp32, one per block of 64 tokens.
+        window: newest tokens that a token attends to; None: all.
     Returns:
         [n_q, Hq, D] in q's dtype. Oracle: `prefill_attention_ref` of the dequantised tensors.
     """
-    k, v = (dequantize(x8, scale).to(q.dtype) for x8, scale in ((k8, k_scale), (v8, v_scale)))
-    return prefill_attention(q, k, v, sm_scale, softmax, cutoff_tokens)
+    first = 0 if window is None else max(0, k8.shape[1] - len(q) + 1 - window) // KV_TILE  # block; others are not read
+    k, v = (
+        dequantize(x8[:, first * KV_TILE :], scale[:, first:]).to(q.dtype)
+        for x8, scale in ((k8, k_scale), (v8, v_scale))
+    )
+    if window is None:
+        return prefill_attention(q, k, v, sm_scale, softmax, cutoff_tokens)
+    return window_prefill_attention(q, k, v, sm_scale, window, softmax, cutoff_tokens or k8.shape[1])
 
 
 def predictor_attention_all(q: Tensor, k: Tensor, v: Tensor, chunk_size: int, sm_scale: float) -> Tensor:

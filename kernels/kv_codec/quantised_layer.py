@@ -36,6 +36,7 @@ class QuantisedLayer:
     tail_scale: Tensor  # [B, H, 2] fp32: universal scale of K and V
     softmax: Softmax = "exact"  # which softmax decode attention uses over this cache
     format: str = "flashq"  # name in `FORMATS` of formats.py
+    sliding_window: int | None = None  # newest tokens that attention reads; None: all. Of a layer, not of a stack
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -65,4 +66,5 @@ class QuantisedLayer:
     def select(self, layer: int) -> QuantisedLayer:
         """Return one layer of a stack, as views."""
         tensors = {name: tensor[layer] for name, tensor in self.tensors.items()}
-        return QuantisedLayer(**tensors, softmax=self.softmax, format=self.format)
+        window = self.sliding_window
+        return QuantisedLayer(**tensors, softmax=self.softmax, format=self.format, sliding_window=window)

@@ -15,9 +15,9 @@ from alspec.models.checkpoint.source import model_config
 from alspec.models.llama import Shard
 from alspec.models.llama_config import LlamaConfig
 from alspec.models.matrix_formats import matrices_of
-from alspec.runtime.cache.codecs import bytes_per_token, check_codec, check_window, fit_heads, kept_tokens
-from alspec.runtime.engine.composition import recalled_blocks
-from alspec.runtime.engine.drafting import check_rings, draft_model_config, round_size
+from alspec.runtime.cache.codecs import check_codec, fit_heads, read_bytes
+from alspec.runtime.engine.composition import keeps_context, recalled_blocks
+from alspec.runtime.engine.drafting import draft_model_config, round_size
 from alspec.runtime.engine.kept_weights import with_weights
 from alspec.runtime.engine.memory import DTYPES, GIB, check_max_context, plan_memory
 from alspec.runtime.profiling.profile import forced_verdicts
@@ -69,9 +69,7 @@ def step_costs(
     """
     tp_size = world_size // num_groups
     shard = Shard(0, tp_size, 0, world_size)
-    cache = bytes_per_token(kv_cache, config, tp_size, dtype, kv_protect) * context
-    if kv_cache == "bf16" and config.window_below(context):
-        cache *= kept_tokens(config, context) / (config.num_layers * context)
+    cache = read_bytes(kv_cache, config, tp_size, dtype, context, kv_protect)
     head = config.hidden_size * dtype.itemsize * -(-config.vocab_size // world_size)
     layers = step_bytes(config, shard, dtype, [], kv_cache) - head
 
@@ -124,14 +122,12 @@ def print_plan(config: GenerateConfig) -> None:
     check_max_context(config.max_context, model)
     dtype = DTYPES[config.dtype or model.dtype]
     context = config.max_context or model.longest_context
-    check_window(config.kv_cache, "off", model, context)
     packs = dtype.itemsize == 2
     named = with_weights(config, model, 1, packs)
     weights = named.weights_name(config.dtype or model.dtype)
     weights = weights if named.quantised_as is None else f"weights {weights}"
     draft_model = draft_model_config(config)
     rounds = round_size(config, draft_model)
-    check_rings(config, model, draft_model, context)
     table = Table(
         title=f"{context} tokens, {weights}, cache {cache_name(config)}; captured step over peer "
         f"memory on H200s, {STREAM_BYTES_PER_S / 1e12:.1f} TB/s, paired at a hit rate of {PREDICTED_HIT_RATE:.2f}; "
@@ -151,7 +147,7 @@ def print_plan(config: GenerateConfig) -> None:
                 continue
             if mode == "over TCP" and tp_size > 1:
                 continue  # not measured
-            if mode != "off" and (model.window_below(context) or rounds is not None):
+            if mode != "off" and rounds is not None:
                 continue
             if draft_model is not None and tp_size not in draft_model.valid_tp_sizes:
                 continue
@@ -159,9 +155,10 @@ def print_plan(config: GenerateConfig) -> None:
                 continue  # a rank would have one KV head; turbo-mixed needs two
             codec, protect, shards = config.kv_cache, config.kv_protect, tp_size if mode == "over TCP" else world_size
             shard = Shard(0, tp_size, 0, shards)
-            recalled = recalled_blocks(config, "off" if mode == "off" else "paired")
+            run_mode = "off" if mode == "off" else "paired"
+            recalled, keeps = recalled_blocks(config, run_mode), keeps_context(config, run_mode)
             kept = with_weights(config, model, tp_size, packs)
-            plan = plan_memory(kept, shard, dtype, 1, context, codec, "cuda", protect, recalled, rounds)
+            plan = plan_memory(kept, shard, dtype, 1, context, codec, "cuda", protect, recalled, rounds, keeps)
             costs = step_costs(kept, world_size, num_groups, dtype, context, codec, protect)
             against = ""
             if mode == "over TCP":

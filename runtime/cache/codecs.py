@@ -20,10 +20,10 @@ __all__ = [
     "cache_bytes",
     "check_codec",
     "check_head_dim",
-    "check_window",
     "fit_heads",
-    "kept_tokens",
     "new_cache",
+    "read_bytes",
+    "read_tokens",
 ]
 
 Cache = KVCache | QuantisedCache | ProtectedCache | WindowCache
@@ -99,6 +99,7 @@ def new_cache(
     device: torch.device,
     softmax: Softmax = "exact",
     protect: int = 0,
+    keeps_context: bool = False,
 ) -> Cache:
     """Create an empty cache for one rank.
 
@@ -108,18 +109,22 @@ def new_cache(
         dtype: of keys and values in an uncompressed cache; a quantised cache ignores it.
         softmax: of attention over a quantised cache; an uncompressed cache ignores it.
         protect: first and last layers that stay uncompressed beside quantised ones.
+        keeps_context: layers with a sliding window hold all tokens too, not a ring of the newest ones.
     """
     shape = (batch_size, config.local_heads(tp_size)[1], max_context, config.head_dim)
-    if codec == "bf16" and (window := config.window_below(max_context)):
+    if codec == "bf16" and not keeps_context and (window := config.window_below(max_context)):
         full_layers = tuple(layer for layer in range(config.num_layers) if config.window(layer) is None)
         full = KVCache(len(full_layers), *shape, dtype, device)
         ring_shape = (*shape[:2], window, config.head_dim)
         rings = KVCache(config.num_layers - len(full_layers), *ring_shape, dtype, device)
         return WindowCache(full_layers, config.num_layers, full, rings)
+    windows = config.windows(max_context)
     if codec == "bf16":
-        return KVCache(config.num_layers, *shape, dtype, device)
-    quantised = QuantisedCache(codec, config.num_layers - 2 * protect, *shape, device, softmax)
-    return ProtectedCache(KVCache(2 * protect, *shape, dtype, device), quantised) if protect else quantised
+        return KVCache(config.num_layers, *shape, dtype, device, windows)
+    last = config.num_layers - protect
+    inner, outer = windows[protect:last], windows[:protect] + windows[last:]
+    quantised = QuantisedCache(codec, len(inner), *shape, device, softmax, inner)
+    return ProtectedCache(KVCache(2 * protect, *shape, dtype, device, outer), quantised) if protect else quantised
 
 
 def bytes_per_token(codec: str, config: LlamaConfig, tp_size: int, dtype: torch.dtype, protect: int = 0) -> float:
@@ -139,35 +144,34 @@ def cache_bytes(
     max_context: int,
     dtype: torch.dtype,
     protect: int = 0,
+    keeps_context: bool = False,
 ) -> int:
     """Return `num_bytes` of the cache that `new_cache` would create, without creating it."""
     heads, (exact, quantised) = config.local_heads(tp_size)[1], _layers(codec, config, protect)
     total = KVCache.bytes_per_token(1, heads, config.head_dim, dtype) * batch_size
-    total *= kept_tokens(config, max_context) if not quantised else exact * max_context
+    total *= exact * max_context if quantised or keeps_context else read_tokens(config, max_context)
     if quantised:
         total += QuantisedCache.bytes_for(codec, quantised, batch_size, heads, max_context, config.head_dim)
     return total
 
 
-def kept_tokens(config: LlamaConfig, context: int) -> int:
-    """Return how many of a request's `context` tokens all layers of an uncompressed cache hold and read, in sum."""
+def read_tokens(config: LlamaConfig, context: int) -> int:
+    """Return how many of a request's `context` tokens all layers read, in sum; rings hold no others."""
     return sum(min(context, config.window(layer) or context) for layer in range(config.num_layers))
 
 
-def check_window(codec: str, mode: str, config: LlamaConfig, context: int) -> None:
-    """Check that codec and mode can serve a sliding window that is shorter than the context.
-
-    Raises:
-        UserError: they cannot; says what can.
-    """
-    window = config.window_below(context)
-    if window is None or (codec == "bf16" and mode == "off"):
-        return
-    what = f"kv_cache {codec}" if codec != "bf16" else f"speculation {mode}"
-    raise UserError(
-        f"sliding window: {what} does not serve the model's window of {window} tokens in a context of {context}; use "
-        f"--speculation off and --kv-cache bf16, or a context (--max-context) of up to {window} tokens"
-    )
+def read_bytes(
+    codec: str, config: LlamaConfig, tp_size: int, dtype: torch.dtype, context: float, protect: int = 0
+) -> float:
+    """Return the bytes that attention reads of one request's cache of `context` tokens on one rank."""
+    heads, layers = config.local_heads(tp_size)[1], range(config.num_layers)
+    tokens = [min(context, config.window(layer) or context) for layer in layers]
+    is_exact = [codec == "bf16" or min(layer, config.num_layers - 1 - layer) < protect for layer in layers]
+    exact, total = sum(n for n, exact in zip(tokens, is_exact, strict=True) if exact), sum(tokens)
+    read = exact * KVCache.bytes_per_token(1, heads, config.head_dim, dtype)
+    if not all(is_exact):
+        read += (total - exact) * QuantisedCache.bytes_per_token(codec, 1, heads, config.head_dim)
+    return read
 
 
 def _layers(codec: str, config: LlamaConfig, protect: int) -> tuple[int, int]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from alspec.kernels.attention.dispatch import KVLayer
-from alspec.kernels.attention.torch_attention import prefill_attention
+from alspec.kernels.attention.torch_attention import prefill_attention, window_prefill_attention
 
 __all__ = ["KVCache"]
 
@@ -17,6 +18,7 @@ class KVCache:
     """Keys and values of all layers, `[L, B, Hkv, N, D]` each; N = `max_context`.
 
     A cache class defines its layout, the bytes per token, and how tokens are appended, stored by prefill, and read.
+    `sliding_windows` has the newest tokens that a token attends to in each layer, None: all; not given: all in each.
     """
 
     appends_exactly: ClassVar[bool] = True  # `append` stores a token as a prompt chunk does
@@ -30,7 +32,10 @@ class KVCache:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        sliding_windows: Sequence[int | None] = (),
     ) -> None:
+        self._sliding_windows = sliding_windows or [None] * num_layers
+        assert len(self._sliding_windows) == num_layers
         shape = (num_layers, batch_size, num_kv_heads, max_context, head_dim)
         self.k = torch.zeros(shape, dtype=dtype, device=device)
         self.v = torch.zeros(shape, dtype=dtype, device=device)
@@ -82,7 +87,7 @@ class KVCache:
 
     def layer(self, layer: int) -> KVLayer:
         """Return one layer, as decode attention reads it."""
-        return self.layers.select(layer)
+        return self.layers.select(layer)._replace(sliding_window=self._sliding_windows[layer])
 
     def compact(self, seq_lens: Tensor) -> None:
         """Do nothing: appended tokens stay where they are."""
@@ -142,5 +147,8 @@ class KVCache:
         Returns:
             Attention output, shape and dtype of q.
         """
-        keys, values = self.write_prefill(layer, request, start, k, v)
-        return prefill_attention(q, keys[:, :stop], values[:, :stop], sm_scale)
+        keys, values = (x[:, :stop] for x in self.write_prefill(layer, request, start, k, v))
+        window = self._sliding_windows[layer]
+        if window is not None:
+            return window_prefill_attention(q, keys, values, sm_scale, window)
+        return prefill_attention(q, keys, values, sm_scale)

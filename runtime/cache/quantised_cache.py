@@ -6,6 +6,8 @@ On CUDA, the kernels of codec_kernels.py write it. On the CPU, their oracles wri
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -37,6 +39,7 @@ class QuantisedCache:
     The prompt chunk at position 0 starts a new prompt and resets all state of the request. With `turbo-mixed` it also
     selects the half of the heads that get 2 bits; the others get 4. All attention over the cache, of prompts and of
     decode steps, uses the softmax given by `softmax`. With TurboQuant values, `v` is rotated by the weights already.
+    `sliding_windows` is that of `KVCache`.
 
     Shapes: B requests, H KV heads of this rank, NB capacity in blocks, D head_dim, n tokens.
     """
@@ -53,6 +56,7 @@ class QuantisedCache:
         head_dim: int,
         device: torch.device,
         softmax: Softmax = "exact",
+        sliding_windows: Sequence[int | None] = (),
     ) -> None:
         self.codec, self.device, self.softmax = codec, device, softmax
         self.num_layers, self.batch_size, self.num_kv_heads = num_layers, batch_size, num_kv_heads
@@ -75,7 +79,11 @@ class QuantisedCache:
             softmax=softmax,
             format=format_of(codec),
         )
-        self._layers = [self._all.select(layer) for layer in range(num_layers)]
+        windows = sliding_windows or [None] * num_layers
+        self._layers = [
+            replace(self._all.select(layer), sliding_window=window)
+            for layer, window in zip(range(num_layers), windows, strict=True)
+        ]
         for layer in self._layers:
             for request in range(batch_size):
                 self._set_bits(layer, request, bits)
@@ -207,9 +215,10 @@ class QuantisedCache:
         blocks = math.ceil(stop / BLOCK)
         k_scale, v_scale = (scale[:, :blocks].contiguous() for scale in scales)
         prefix = k8[:, :stop], v8[:, :stop], k_scale, v_scale
-        if self.device.type == "cuda":
-            return int8_prefill_attention(q.contiguous(), *prefix, sm_scale, self.softmax, start + len(k))[0]
-        return dequantized_prefill_attention(q, *prefix, sm_scale, self.softmax, start + len(k))
+        window, cutoff_tokens = self._layers[layer].sliding_window, start + len(k)
+        if self.device.type == "cuda" and window is None:
+            return int8_prefill_attention(q.contiguous(), *prefix, sm_scale, self.softmax, cutoff_tokens)[0]
+        return dequantized_prefill_attention(q, *prefix, sm_scale, self.softmax, cutoff_tokens, window)
 
     def _set_bits(self, layer: QuantisedLayer, request: int, bits: Tensor) -> None:
         """Set the bits of each head, [H] int32, and lay out the request's records, head after head. No host sync."""

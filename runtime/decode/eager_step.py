@@ -122,6 +122,7 @@ class EagerStep:
             self._recall = RecallState.allocate(
                 cache.num_layers, cache.batch_size, num_qo_heads, cache.num_kv_heads, cache.max_context,
                 speculation.recalled, attend_recall_parts(layers, speculation.recalled), cache.device,
+                [layer.sliding_window for layer in layers],
             )  # fmt: skip
             shape = (cache.num_layers, cache.batch_size, num_qo_heads, cache.head_dim)
             self.prompt_queries = torch.zeros(shape, dtype=model.weights.embedding.dtype, device=cache.device)

@@ -54,6 +54,7 @@ __all__ = [
     "choose_products",
     "eager_notices",
     "find_peer_memory",
+    "keeps_context",
     "recalled_blocks",
 ]
 
@@ -144,6 +145,15 @@ def recalled_blocks(config: EngineConfig, mode: str) -> int:
     return config.speculation.recalled if mode != "off" or config.draft == "self" else 0
 
 
+def keeps_context(config: EngineConfig, mode: str, for_turns: bool = False) -> bool:
+    """Whether layers with a sliding window hold all tokens instead of a ring of the newest ones.
+
+    `A~` is made of positions, a rejected draft would replace a token that is still read, and a conversation goes on
+    from an earlier token.
+    """
+    return mode != "off" or config.draft != "off" or for_turns
+
+
 def eager_notices(choices: Choices, batch_size: int, config: EngineConfig, known: list[str]) -> list[str]:
     """Notices, other than the known ones, if steps of so many requests are too large to be captured."""
     most, name, count = max_batch(choices.mode), "requests", batch_size
@@ -174,7 +184,14 @@ def find_peer_memory(choices: Choices, requested: str, transport: Transport) -> 
     return peer_memory, [f"transport: {used}, because symm does not work here ({reason})"] if reason else []
 
 
-def build_cache(choices: Choices, config: EngineConfig, model: LlamaConfig, batch_size: int, max_context: int) -> Cache:
+def build_cache(
+    choices: Choices,
+    config: EngineConfig,
+    model: LlamaConfig,
+    batch_size: int,
+    max_context: int,
+    for_turns: bool = False,
+) -> Cache:
     """The KV cache of this rank, in the codec of `--kv-cache`."""
     tp_size = choices.placement.tp_size
     return new_cache(
@@ -187,6 +204,7 @@ def build_cache(choices: Choices, config: EngineConfig, model: LlamaConfig, batc
         choices.device,
         config.softmax,
         config.kv_protect,
+        keeps_context(config, choices.mode, for_turns),
     )
 
 
@@ -248,9 +266,11 @@ def build_captured_step(
         return CapturedStep(Decoder(*common, products=products), None, cache.max_context, uses_graph, operation)
     recall, recalled = None, speculation.recalled
     if recalled:
-        parts = attend_recall_parts([cache.layer(layer) for layer in range(cache.num_layers)], recalled)
-        sizes = config.num_layers, batch_size, shape.num_qo_heads, shape.num_kv_heads, cache.max_context
-        recall = RecallState.allocate(*sizes, recalled, parts, device)
+        layers = [cache.layer(layer) for layer in range(cache.num_layers)]
+        recall = RecallState.allocate(
+            config.num_layers, batch_size, shape.num_qo_heads, shape.num_kv_heads, cache.max_context, recalled,
+            attend_recall_parts(layers, recalled), device, [layer.sliding_window for layer in layers],
+        )  # fmt: skip
     state = SpeculationState(
         speculation.threshold,
         speculation.chunk_size,

@@ -32,7 +32,7 @@ from alspec.runtime.engine.memory import RoundSize
 from alspec.runtime.engine.round_composition import build_captured_rounds, serves_rows
 from alspec.runtime.profiling.stats import step_bytes
 
-__all__ = ["Drafting", "check_rings", "draft_model_config", "round_size"]
+__all__ = ["Drafting", "draft_model_config", "round_size"]
 
 
 def draft_model_config(config: EngineConfig) -> LlamaConfig | None:
@@ -60,20 +60,6 @@ def _naming_draft() -> Iterator[None]:
 def round_size(config: EngineConfig, draft_model: LlamaConfig | None) -> RoundSize | None:
     """What rounds need in memory; None without drafts."""
     return None if config.draft == "off" else RoundSize(config.tokens_of_step, draft_model, config.draft_weights)
-
-
-def check_rings(config: EngineConfig, target: LlamaConfig, draft_model: LlamaConfig | None, context: int) -> None:
-    """Refuse drafts in a context that is longer than a sliding window: rejected ones would replace tokens of the ring.
-
-    Raises:
-        UserError: names the model and its window.
-    """
-    for name, model in (("the model", target), (config.draft, draft_model)) if config.draft != "off" else ():
-        if model is not None and (window := model.window_below(context)):
-            raise UserError(
-                f"draft: {name} has a sliding window of {window} tokens, and drafts need all of a context of "
-                f"{context}; use --draft off, or a context (--max-context) of up to {window} tokens"
-            )
 
 
 @dataclass
@@ -176,7 +162,7 @@ class Drafting:
         self.model.set_total_length(cache.max_context)
         return new_cache(
             "bf16", self.model_config, transport.placement.tp_size, cache.batch_size, cache.max_context,
-            self.choices.dtype, cache.device,
+            self.choices.dtype, cache.device, keeps_context=True,
         )  # fmt: skip
 
     @property

@@ -58,9 +58,7 @@ class Engine(Resources):
     def check_prompts(self, prompts: list[list[int]], max_new_tokens: int) -> int:
         """Return the tokens that the cache must hold for these rows, see `rows_of`; refuse too long prompts."""
         needed = check_prompts(prompts, max_new_tokens, self.config, self.model_config, self.mode)
-        context = self.config.max_context or needed
-        self._check_context(context)
-        return context
+        return self.config.max_context or needed
 
     def stream(
         self,

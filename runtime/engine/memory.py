@@ -88,12 +88,14 @@ def plan_memory(
     kv_protect: int = 0,
     recall_blocks: int = 0,
     rounds: RoundSize | None = None,
+    keeps_context: bool = False,
 ) -> MemoryPlan:
     """Bytes of weights, cache and activations on one rank, on a CPU or a GPU (`cuda`), a draft model's included.
 
     Activations are those of the widest moment, beside the fp32 residual, and the logits: one prefill chunk in the MLP,
     or in attention, or one layer of a quantised cache, for the longest prompt at INT8 and dequantised, beside attention
-    or what is in fp32 on the way, or for all requests in fp32, while they decode on the CPU.
+    or what is in fp32 on the way, or for all requests in fp32, while they decode on the CPU. keeps_context: as for
+    `new_cache`.
     """
     hidden, tp_size = config.hidden_size, shard.tp_size
     start, stop = shard.vocab_range(config.vocab_size)
@@ -106,7 +108,7 @@ def plan_memory(
     per_layer += config.mlp_bias * 2 * intermediate
     weights = dtype.itemsize * (hidden * (config.vocab_size + 1) + config.num_layers * per_layer)
     weights += head_bytes(config, stop - start, dtype) + weights_bytes(config, tp_size, dtype)
-    cache = cache_bytes(kv_cache, config, tp_size, batch_size, max_context, dtype, kv_protect)
+    cache = cache_bytes(kv_cache, config, tp_size, batch_size, max_context, dtype, kv_protect, keeps_context)
     tokens = min(CHUNK_TOKENS, max_context)
     # On the CPU a prompt of several chunks also needs a mask.
     mask = min(tokens * max_context, max(SCORES_AT_ONCE["cpu"], QUERIES_AT_ONCE * max_context))
@@ -117,8 +119,9 @@ def plan_memory(
         row = max_context * config.num_qo_heads // tp_size
         scores = min(tokens * row, max(SCORES_AT_ONCE["cuda"], QUERIES_AT_ONCE * row))
         attention += SCORE_BYTES * scores + 2 * dtype.itemsize * max_context * attn_width
-    if kv_cache == "bf16" and (window := config.window_below(max_context)):
-        # A copy of the ring and the prompt chunk; then, for each few queries, K and V of each head, and all scores.
+    if window := config.window_below(max_context):
+        # A copy of the ring, or what is dequantised, and the prompt chunk; then, for each few queries, K and V of each
+        # head, and all scores.
         span = window + QUERIES_AT_ONCE
         attention += 2 * dtype.itemsize * kv_heads * config.head_dim * (window + tokens)
         attention += 2 * dtype.itemsize * attn_width * span + SCORE_BYTES * QUERIES_AT_ONCE * span * q_heads
@@ -157,7 +160,9 @@ def plan_memory(
         weights, buffers = weights + weights_bytes(copy, tp_size, dtype), buffers + (unpacked if is_packed else 0)
     if rounds is not None and rounds.draft_model is not None:
         # The two models do not run at the same time.
-        own = plan_memory(rounds.draft_model, shard, dtype, batch_size, max_context, "bf16", device_type)
+        own = plan_memory(
+            rounds.draft_model, shard, dtype, batch_size, max_context, "bf16", device_type, keeps_context=True
+        )
         weights, cache, buffers = weights + own.weights_bytes, cache + own.cache_bytes, max(buffers, own.buffer_bytes)
     return MemoryPlan(weights, cache, buffers)
 
@@ -212,6 +217,7 @@ def check_fits(
     kv_protect: int = 0,
     recall_blocks: int = 0,
     rounds: RoundSize | None = None,
+    keeps_context: bool = False,
 ) -> MemoryPlan:
     """Return the plan if it fits into `available` bytes.
 
@@ -220,7 +226,7 @@ def check_fits(
     """
 
     def at(context: int) -> MemoryPlan:
-        args = kv_cache, device_type, kv_protect, recall_blocks, rounds
+        args = kv_cache, device_type, kv_protect, recall_blocks, rounds, keeps_context
         return plan_memory(config, shard, dtype, batch_size, context, *args)
 
     plan = at(max_context)

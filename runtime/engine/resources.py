@@ -16,14 +16,14 @@ from alspec.config import EngineConfig, check_softmax, validate
 from alspec.errors import UserError
 from alspec.models.checkpoint.source import model_config
 from alspec.models.llama import Llama
-from alspec.runtime.cache.codecs import Cache, check_window, fit_heads
+from alspec.runtime.cache.codecs import Cache, fit_heads
 from alspec.runtime.decode.decode_step import DecodeStep
 from alspec.runtime.decode.rounds.row_append import RowAppend
 from alspec.runtime.distributed.agreement import Agreement
 from alspec.runtime.distributed.placement import PeerMemory
 from alspec.runtime.distributed.transport import TIMEOUT, Transport, connect_store
 from alspec.runtime.engine import composition
-from alspec.runtime.engine.drafting import Drafting, check_rings
+from alspec.runtime.engine.drafting import Drafting
 from alspec.runtime.engine.generation import (
     Generation,
     max_total_tokens,
@@ -131,12 +131,6 @@ class Resources:
         """The most tokens that a prompt and its answer may have together."""
         return max_total_tokens(self.config, self.model_config)
 
-    def _check_context(self, context: int) -> None:
-        """Refuse a context that is longer than a sliding window, if codec, mode or drafts cannot serve it."""
-        check_window(self.config.kv_cache, self.mode, self.model_config, context)
-        if self._drafting is not None:
-            check_rings(self.config, self.model_config, self._drafting.model_config, context)
-
     def load(self, batch_size: int, max_context: int, for_turns: bool = False) -> None:
         """Take memory: connect the ranks, read this rank's weights, allocate the cache.
 
@@ -152,7 +146,6 @@ class Resources:
         """
         with self._lock:
             self._refuse_closed()
-            self._check_context(max_context)
             self._for_turns = for_turns
             self._load(batch_size, max_context)
 
@@ -173,6 +166,7 @@ class Resources:
             config, placement.shard, self.dtype, batch_size, max_context, available, self.config.kv_cache,
             self.device.type, self.config.kv_protect, recalled,
             with_append_rows(None if drafts is None else drafts.size, self._for_turns and self.device.type == "cuda"),
+            composition.keeps_context(self.config, self.mode, self._for_turns),
         )  # fmt: skip
         if "cache" in vars(self):
             # Free the graph, then the cache that it refers to, before the new cache is allocated.
@@ -186,7 +180,9 @@ class Resources:
             with self.heartbeat.waiting("load"):
                 self._load_model()
             self._weights_bytes = memory.weights_bytes
-        self.cache = composition.build_cache(self._choices, self.config, config, batch_size, max_context)
+        self.cache = composition.build_cache(
+            self._choices, self.config, config, batch_size, max_context, self._for_turns
+        )
         self.notices += composition.eager_notices(self._choices, batch_size, self.config, self.notices)
         parts = self.model, self.cache, self.connected()
         if self._drafting is not None:

@@ -18,7 +18,6 @@ from alspec.kernels.rounds.round_state import RoundRowBuffers, RoundState
 from alspec.models.llama import Llama
 from alspec.models.llama_config import LlamaConfig
 from alspec.runtime.cache.codecs import Cache
-from alspec.runtime.cache.window_cache import WindowCache
 from alspec.runtime.decode.captured_step import CapturedStep
 from alspec.runtime.decode.decode_step import DecodeStep
 from alspec.runtime.decode.decoder import DecodeBuffers, Decoder
@@ -172,7 +171,7 @@ def build_row_append(
     """
     if not isinstance(step, CapturedStep | CapturedRoundStep) or step.prompt_queries is not None:
         return None
-    if choices.mode != "off" or cache.batch_size > 1 or isinstance(cache, WindowCache):
+    if choices.mode != "off" or cache.batch_size > 1:
         return None
     heads, kv_heads = model.config.local_heads(transport.placement.tp_size)
     rows = append_rows(heads // kv_heads)
@@ -194,7 +193,7 @@ def _recall_state(model: Llama, cache: Cache, transport: Transport, recalled: in
     heads = model.config.num_qo_heads // transport.placement.tp_size
     return RecallState.allocate(
         cache.num_layers, cache.batch_size, heads, cache.num_kv_heads, cache.max_context, recalled,
-        attend_recall_parts(layers, recalled), transport.device,
+        attend_recall_parts(layers, recalled), transport.device, [layer.sliding_window for layer in layers],
     )  # fmt: skip
 
 

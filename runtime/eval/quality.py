@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from alspec.config import QUANTISED_CODECS
-from alspec.errors import UserError
 from alspec.kernels.attention.torch_attention import predictor_attention_all, prefill_attention
 from alspec.models.llama import Llama, pad_halves
 from alspec.runtime.cache.codecs import fit_heads
@@ -91,11 +90,6 @@ def score_under(
     Returns:
         One score for each entry of `thresholds`.
     """
-    if window := model.config.window_below(len(token_ids)):
-        raise UserError(
-            f"sliding window: texts are scored up to the model's window, {window} tokens, found {len(token_ids)}; use "
-            "shorter texts"
-        )
     at_once = max(1, KEYS_AT_ONCE // (len(token_ids) * model.config.num_kv_heads * model.config.head_dim))
     inv_freq = model.inv_freq.clone()
     model.set_total_length(len(token_ids))
@@ -132,13 +126,14 @@ def _score(
     padding = 0 if cache.codec not in QUANTISED_CODECS else fit_heads(cache.codec, model.config).head_padding
     positions = rows_of(positions)
     x, partial = model.embed(rows_of(ids)), None
-    hits = []
+    hits, windows = [], model.config.windows(len(ids))
     for layer in range(model.num_layers):
         x, q, k, v = model.pre_attention(layer, x, partial, positions)
         # As in an engine with this cache; the verdict sees what a rotation of the values moves into the padding.
         q, k, v = pad_halves(q, padding), pad_halves(k, padding), F.pad(v, (0, padding))
+        setting = cache.at_layer(layer, model.num_layers, windows[layer])
         prompt_out, full_out, spec_out = _attention(
-            q, k, v, chunk_size, model.sm_scale, prompt_tokens, num_texts, cache.at_layer(layer, model.num_layers)
+            q, k, v, chunk_size, model.sm_scale, prompt_tokens, num_texts, setting
         )
         sums = combine_sums(transport.all_gather_group(distance_sums(spec_out, full_out))).split(num_decoded)
         accepted = torch.cat([accepts(each, by_layer[layer]) for each, by_layer in zip(sums, thresholds, strict=True)])

@@ -9,14 +9,14 @@ texts of equal length are stacked along the head dimension, in text order.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import get_args
 
 import torch
 from torch import Tensor
 
 from alspec.config import QUANTISED_CODECS, Sketch, ValueQuantiser
-from alspec.kernels.attention.torch_attention import SCORES_AT_ONCE, prefill_attention
+from alspec.kernels.attention.torch_attention import SCORES_AT_ONCE, prefill_attention, window_prefill_attention
 from alspec.kernels.kv_codec.flashq.quantize import (
     MIN_SCALE,
     SELECTORS,
@@ -35,7 +35,7 @@ from alspec.kernels.kv_codec.quantised_layer import BLOCK
 from alspec.kernels.kv_codec.turboquant.rotation import rotation
 from alspec.kernels.kv_codec.turboquant.token_codes import compress_tokens, dequantize_tokens
 from alspec.kernels.kv_codec.turboquant.variants import codebook_tokens, sketched_keys, uniform_values
-from alspec.predictor import KV_TILE, block_masses, predictor_ranges, recalled_blocks
+from alspec.predictor import KV_TILE, block_masses, first_visible, predictor_ranges, recalled_blocks
 from alspec.runtime.decode.prefill import CHUNK_TOKENS
 from alspec.sas import Softmax, cutoffs, sas_softmax
 
@@ -68,6 +68,7 @@ class CacheSetting:
     qjl: Sketch = "off"  # sketch of the residual of TurboQuant's keys
     value_quantiser: ValueQuantiser = "codebook"  # of TurboQuant's values
     recall_blocks: int = 0  # blocks of 64 tokens that `A~` of a KV head reads beside sink and window (predictor.py)
+    sliding_window: int | None = None  # newest tokens that a token attends to in a layer: see `at_layer`; None: all
 
     @property
     def label(self) -> str:
@@ -85,10 +86,11 @@ class CacheSetting:
         parts += [f"{self.recall_blocks} blocks recalled"] if self.recall_blocks else []
         return ", ".join(parts)
 
-    def at_layer(self, layer: int, num_layers: int) -> CacheSetting:
+    def at_layer(self, layer: int, num_layers: int, sliding_window: int | None = None) -> CacheSetting:
         """The setting of one of `num_layers` layers: a protected layer has an exact cache."""
         is_protected = min(layer, num_layers - 1 - layer) < self.protect
-        return CacheSetting(recall_blocks=self.recall_blocks) if is_protected else self
+        setting = CacheSetting(recall_blocks=self.recall_blocks) if is_protected else self
+        return replace(setting, sliding_window=sliding_window)
 
 
 def has_turboquant_keys(codec: str) -> bool:
@@ -188,12 +190,18 @@ def prompt_attention(
         k, v: [Hkv, n, D] in q's dtype.
         cached: keys and values from `cache_text`, n tokens or more.
         sm_scale: factor of the scores.
-        setting: how the cache stores keys and values, and the softmax.
+        setting: how the cache stores keys and values, the softmax, and the sliding window.
     Returns:
         [n, Hq, D] fp32.
     """
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if setting.sliding_window is None:
+            return prefill_attention(q, k, v, sm_scale, setting.softmax)
+        return window_prefill_attention(q, k, v, sm_scale, setting.sliding_window, setting.softmax)
+
     if setting.codec == "bf16":
-        return prefill_attention(q, k, v, sm_scale, setting.softmax).float()
+        return attend(q, k, v).float()
     earlier, turn = [x.stored for x in cached], rotation(v.shape[-1], v.device)
     if rotates_values(setting.codec):
         v, earlier[1] = (v.float() @ turn.T).to(v.dtype), earlier[1] @ turn.T
@@ -209,7 +217,7 @@ def prompt_attention(
             torch.cat([before[:, :start].to(x.dtype), fake_quantize(x[:, start:stop], 8, setting.block_size)], dim=1)
             for before, x in zip(earlier, (k, v), strict=True)
         )
-        outs.append(prefill_attention(q[start:stop], keys, values, sm_scale, setting.softmax))
+        outs.append(attend(q[start:stop], keys, values))
     out = torch.cat(outs).float()
     return out @ turn if rotates_values(setting.codec) else out
 
@@ -232,7 +240,7 @@ def teacher_forced_attention(
         k, v: from `cache_text`, n >= m tokens.
         chunk_size: S.
         sm_scale: factor of the scores.
-        setting: block size, softmax and recalled blocks.
+        setting: block size, softmax, recalled blocks and sliding window.
         q_before: [1, Hq, D] of the token before these positions, whose attention gives the first masses of blocks that
             may be recalled; None: there is no such token.
     Returns:
@@ -285,6 +293,7 @@ def _attend(
     seq_len = torch.arange(start + 1, stop + 1, device=device)[:, None]
     own_block = (seq_len - 1) // block * block
     visible = torch.where(in_tail, (token >= own_block) & (token < seq_len), token < own_block)  # [m, columns]
+    visible &= token >= first_visible(seq_len, setting.sliding_window)
     sink_end, window_start = predictor_ranges(seq_len, chunk_size)
     in_predictor = visible & ((token < sink_end) | (token >= window_start))
     # The predictor reads few of the columns: the sink, and all from the first position's window on.
@@ -310,7 +319,8 @@ def _attend(
     masses = block_masses(weights.transpose(1, 2), token // KV_TILE, mass.shape[-1])  # [Hkv, m, NB]
     before = torch.cat([mass[:, None], masses[:, :-1]], dim=1)
     before_lens = seq_len[:, 0] - 1
-    recalled = recalled_blocks(before, *predictor_ranges(before_lens, chunk_size), setting.recall_blocks)
+    ranges = predictor_ranges(before_lens, chunk_size, setting.sliding_window)
+    recalled = recalled_blocks(before, *ranges, setting.recall_blocks)
     in_predictor = in_predictor | (visible & recalled[..., token // KV_TILE])
     spec_out = attend(scores, in_predictor[:, None], values)
     full_out = (weights.flatten(1, 2) @ values).view(num_qo_heads, num_rows, head_dim).transpose(0, 1)

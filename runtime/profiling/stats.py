@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -13,7 +12,7 @@ import torch
 
 from alspec.models.llama import Shard
 from alspec.models.llama_config import LlamaConfig
-from alspec.runtime.cache.codecs import bytes_per_token, kept_tokens
+from alspec.runtime.cache.codecs import read_bytes
 from alspec.runtime.engine.generation import Generation
 from alspec.runtime.engine.memory import plan_memory
 
@@ -67,10 +66,8 @@ def step_bytes(
     start, stop = shard.vocab_range(config.vocab_size)
     table_rows = config.vocab_size - (stop - start if config.tie_word_embeddings and config.lm_head == "auto" else 0)
     weights = plan_memory(config, shard, dtype, 1, 1).weights_bytes - table_rows * config.hidden_size * dtype.itemsize
-    per_token = bytes_per_token(kv_cache, config, shard.tp_size, dtype, kv_protect)
-    if config.sliding_window is not None and kv_cache == "bf16":
-        seq_lens = [kept_tokens(config, math.ceil(length)) / config.num_layers for length in seq_lens]
-    return weights + round(sum(seq_lens) * per_token)
+    cache = (read_bytes(kv_cache, config, shard.tp_size, dtype, length, kv_protect) for length in seq_lens)
+    return weights + round(sum(cache))
 
 
 def mean_lengths(generation: Generation, goes_on: bool) -> list[float]:

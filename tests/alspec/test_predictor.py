@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from alspec.predictor import CHUNK_SIZES, KV_TILE, predictor_ranges
+from alspec.predictor import CHUNK_SIZES, KV_TILE, first_visible, predictor_ranges
 
 
 def read_tokens(n: int, chunk_size: int) -> list[int]:
@@ -44,6 +44,29 @@ def test_window_holds_s_to_s_plus_63_tokens() -> None:
 def test_up_to_one_chunk_the_window_is_empty(n: int) -> None:
     sink_end, window_start = predictor_ranges(torch.tensor(n), 128)
     assert int(sink_end) == int(window_start) == n
+
+
+@pytest.mark.parametrize("sliding_window", [1, 63, 64, 65, 127, 128, 129, 200, 320, 321, 500])
+def test_ranges_of_a_sliding_window(sliding_window: int) -> None:
+    """Of the visible tokens, the ranges divide those in sink, in window and between; between lie whole blocks."""
+    for n in range(1, 800):
+        sink_end, window_start = (int(end) for end in predictor_ranges(torch.tensor(n), 128, sliding_window))
+        start = int(first_visible(torch.tensor(n), sliding_window))
+        assert start == max(0, n - sliding_window)
+        for t in range(start, n):
+            near = t < 128 or t // KV_TILE >= (n - 128) // KV_TILE
+            assert (t < sink_end or t >= window_start) == near, (n, t)
+        if sink_end < window_start:
+            assert sink_end % KV_TILE == window_start % KV_TILE == 0
+            assert sink_end + KV_TILE > start, "each block between has a visible token"
+
+
+def test_each_layer_has_its_own_sliding_window() -> None:
+    seq_lens, windows = torch.tensor([100, 700]), torch.tensor([[130], [10**6]])
+    found = predictor_ranges(seq_lens, 128, windows)
+    for layer, window in enumerate((130, None)):
+        for ends, expected in zip(found, predictor_ranges(seq_lens, 128, window), strict=True):
+            assert torch.equal(ends[layer], expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])

@@ -49,6 +49,7 @@ class Case:
     k_cache: list[Tensor]
     v_cache: list[Tensor]
     seq_lens: Tensor
+    sliding_windows: tuple[int | None, ...] = ()
 
     def simulate(self, threshold: float, **options: Tensor | tuple[int, int]) -> SimulatedStep:
         return simulate_step(
@@ -61,6 +62,7 @@ class Case:
             threshold=threshold,
             chunk_size=S,
             sm_scale=SM_SCALE,
+            sliding_windows=self.sliding_windows,
             **options,  # type: ignore[arg-type]
         )
 
@@ -95,10 +97,12 @@ def run_decoder(
     """
     token = torch.arange(CAPACITY)
     n = case.seq_lens[:, None]
-    full_mask = token < n
-    spec_mask = full_mask & ((token < S) | (token >= (n - S).clamp(min=0) // 64 * 64))
+    near = (token < S) | (token >= (n - S).clamp(min=0) // 64 * 64)
     x, new_keys, outputs = case.x, [], []
     for layer in range(L):
+        window = case.sliding_windows[layer] if case.sliding_windows else None
+        full_mask = (token < n) & (token >= n - (window or CAPACITY))
+        spec_mask = full_mask & near
         q, k, v = case.decoder.pre_attention(layer, x, case.seq_lens - 1)
         keys, values = case.k_cache[layer].clone(), case.v_cache[layer].clone()
         rows = torch.arange(len(case.x))
@@ -148,6 +152,27 @@ def test_infinite_lambda_is_sink_and_window_attention(dtype: torch.dtype, tolera
     gap_opens = 2 * S + 64
     for request, n in enumerate(RAGGED):
         assert torch.equal(result.x[request], full_x[request]) == (n < gap_opens), n
+
+
+def with_windows(case: Case, windows: tuple[int | None, ...]) -> Case:
+    """The case with a sliding window in some layers, in front of which the caches hold NaN."""
+    for layer, window in enumerate(windows):
+        for request, n in enumerate(case.seq_lens.tolist()):
+            for cache in (case.k_cache[layer], case.v_cache[layer]):
+                cache[request, :, : max(0, n - (window or n))] = math.nan
+    return dataclasses.replace(case, sliding_windows=windows)
+
+
+@pytest.mark.parametrize("windows", [(1, 63, 64, 65), (127, 128, 129, None), (None, 400, 330, 257)])
+def test_layers_with_sliding_windows(windows: tuple[int | None, ...]) -> None:
+    case = with_windows(make_case(RAGGED), windows)
+    for threshold, index in ((0.0, 1), (math.inf, 0)):
+        x, new_keys, outputs = run_decoder(case, lambda layer, *outs, index=index: outs[index])
+        result = case.simulate(threshold)
+        torch.testing.assert_close(result.x, x, rtol=1e-12, atol=1e-12)
+        for keys, expected in zip(result.k_cache, new_keys, strict=True):
+            torch.testing.assert_close(keys, expected, rtol=1e-12, atol=1e-12, equal_nan=True)
+    assert torch.equal(case.simulate(1e-9).hit_map[0], relative_error(outputs)[0] < 1e-9)
 
 
 @pytest.mark.parametrize("n", [1, S - 1, S, 2 * S - 1, 2 * S, 2 * S + 63])
@@ -328,22 +353,26 @@ def test_all_blocks_recalled_are_full_attention() -> None:
     assert not full.masses
 
 
-def test_recalled_blocks_and_masses_of_a_step() -> None:
+@pytest.mark.parametrize("windows", [(), (300, None, 450, 130), (319, 20, None, 319)])
+def test_recalled_blocks_and_masses_of_a_step(windows: tuple[int | None, ...]) -> None:
     """Against masks: each KV head reads its own blocks, and masses are those of the full attention."""
-    case, masses = make_case([480, 440], 7), random_masses(2, 2)
+    case, masses = with_windows(make_case([480, 440], 7), windows), random_masses(2, 2)
     result = case.simulate(0, recall_blocks=1, masses=masses)
     token, n = torch.arange(CAPACITY), case.seq_lens[:, None]
     window = (n - S).clamp(min=0) // 64 * 64
     for layer, keys in enumerate(result.k_cache):
         q, _, _ = case.decoder.pre_attention(layer, layer_input(case, layer), case.seq_lens - 1)
         scores = torch.einsum("bhgd,bhtd->bhgt", q.unflatten(1, (HKV, -1)), keys.nan_to_num()) * SM_SCALE
-        weights = scores.masked_fill(~(token < n)[:, None, None], -math.inf).softmax(-1)
+        there = (token < n) & (token >= n - ((windows[layer] if windows else None) or CAPACITY))
+        weights = scores.masked_fill(~there[:, None, None], -math.inf).softmax(-1)
         padded = torch.nn.functional.pad(weights, (0, NB * 64 - CAPACITY))
         expected = padded.unflatten(-1, (NB, 64)).sum(-1).amax(2)
         torch.testing.assert_close(result.masses[layer], expected, rtol=1e-10, atol=1e-12)
     # The verdict of the first layer compares with A~ over sink, window and the heaviest block of each KV head.
-    first = torch.arange(NB) * 64
-    between = ((first >= S) & (first + 64 <= window))[:, None]
+    first, own = torch.arange(NB) * 64, windows[0] if windows else CAPACITY
+    assert own is not None
+    # Candidates have a visible token of the token before.
+    between = ((first >= S) & (first + 64 <= window) & (first + 64 > n - 1 - own))[:, None]
     block = masses[0].masked_fill(~between, -1).argmax(-1)
     read = ((token < S) | (token >= window))[:, None] | (token // 64 == block[..., None])
     q, k, v = case.decoder.pre_attention(0, case.x, case.seq_lens - 1)
@@ -351,7 +380,8 @@ def test_recalled_blocks_and_masses_of_a_step() -> None:
     rows = torch.arange(2)
     keys[rows, :, case.seq_lens - 1], values[rows, :, case.seq_lens - 1] = k, v
     outs = []
-    for mask in (read & (token < n)[:, None], (token < n)[:, None].expand(2, HKV, CAPACITY)):
+    there = ((token < n) & (token >= n - own))[:, None]
+    for mask in (read & there, there.expand(2, HKV, CAPACITY)):
         heads = mask.repeat_interleave(HQ // HKV, 1)
         k_heads, v_heads = (x.masked_fill(~mask[..., None], 0).repeat_interleave(HQ // HKV, 1) for x in (keys, values))
         scores = torch.einsum("bhd,bhtd->bht", q, k_heads) * SM_SCALE

@@ -51,6 +51,24 @@ def test_captured_tokens_are_those_of_transformers(case: str, tmp_path: Path) ->
     assert compared > 5
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("draft", ["ngram", "self"])
+@pytest.mark.parametrize("case", ["mistral-window", "qwen2-window"])
+def test_drafts_behind_a_sliding_window(case: str, draft: str, tmp_path: Path) -> None:
+    """Captured rounds over the whole context: each row has a window of its own."""
+    reference = save_family(tmp_path, case, hidden_size=64)
+    options = {"draft": draft, "draft_tokens": 3, "draft_always": True, "cuda_graph": "on"}
+    with Engine.from_pretrained(tmp_path, dtype="fp32", speculation="off", **options) as engine:
+        for length in (5, 61, 150):
+            ids = prompt(length)
+            expected = clear_tokens(reference, ids)
+            found = engine.generate(ids, max_new_tokens=NEW_TOKENS, ignore_eos=True)
+            assert not isinstance(found, list)
+            assert found.token_ids[: len(expected)] == expected
+        assert engine.uses_graph
+
+
 # Mode, transport and settings of an engine of two ranks.
 RUNS = {
     "off symm": {"speculation": {"mode": "off"}, "transport": "symm", "cuda_graph": "on"},
@@ -64,7 +82,7 @@ RUNS = {
 @pytest.mark.gpu
 @needs(2)
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("case", ["qwen3-biases", "llama-biases"])
+@pytest.mark.parametrize("case", ["qwen3-biases", "llama-biases", "mistral-window"])
 def test_two_ranks_give_the_tokens_of_transformers(case: str, tmp_path: Path) -> None:
     """With one KV head, which both ranks of a group have; a pair at lambda 0."""
     model = tmp_path / "model"

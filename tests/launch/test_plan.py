@@ -16,6 +16,7 @@ from alspec.launch.terminal.plan import PREDICTED_HIT_RATE, link_costs, step_cos
 from alspec.models.demo import DEMO_CHECKPOINT
 from alspec.models.llama import Shard
 from alspec.models.llama_config import LlamaConfig
+from alspec.runtime.cache.codecs import cache_bytes
 from alspec.runtime.engine.memory import GIB, plan_memory
 from alspec.runtime.profiling.profile import forced_verdicts
 
@@ -123,6 +124,27 @@ def test_a_plan_says_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> No
         assert expected.items() <= found.items()
         assert found["2", "paired"] == found["1", "off"]
         assert not found["4", "paired"]
+
+
+@pytest.mark.parametrize("codec", ["bf16", "turbo4"])
+def test_a_plan_of_a_model_with_a_sliding_window(
+    codec: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Plain steps over bf16 take rings; a pair, drafts and quantised caches keep the whole context."""
+    raw = json.loads((DEMO_CHECKPOINT / "config.json").read_text(encoding="utf-8"))
+    raw |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 1024}
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"max_position_embeddings": 131072}), encoding="utf-8")
+    config, flags = LlamaConfig.from_folder(tmp_path), ["--random-weights", str(tmp_path), "--kv-cache", codec]
+    whole, ring = (
+        f"{cache_bytes(codec, config, 1, 1, 131072, torch.bfloat16, keeps_context=keeps) / GIB:.2f}"
+        for keeps in (True, False)
+    )
+    assert (whole == ring) == (codec != "bf16")
+    for drafts, expected in (([], {"off": ring, "paired": whole}), (["--draft", "self"], {"off": whole})):
+        assert generate.main([*flags, *drafts, "--max-context", "128k", "--plan"]) == 0
+        rows = [line.strip("│| ").replace("│", " ").split() for line in capsys.readouterr().out.splitlines()]
+        found = {row[1]: row[4] for row in rows if row and row[0].isdigit() and row[2] == "1"}
+        assert found == expected
 
 
 def test_a_plan_has_the_bytes_and_milliseconds_of_a_rank(capsys: pytest.CaptureFixture[str]) -> None:

@@ -43,8 +43,8 @@ def write_tokenizer(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": EOS}), encoding="utf-8")
 
 
-def write_folder(folder: Path, **other: int) -> None:
-    """Write a random Llama. Its weights are so large that distant tokens matter in some layers and not in others."""
+def write_folder(folder: Path, family: str = "Llama", **other: Any) -> None:
+    """Write a random model. Its weights are so large that distant tokens matter in some layers and not in others."""
     import transformers
 
     sizes: dict[str, Any] = {
@@ -61,7 +61,8 @@ def write_folder(folder: Path, **other: int) -> None:
         "eos_token_id": 256,
     } | other
     torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+    kind, config = (getattr(transformers, family + suffix) for suffix in ("ForCausalLM", "Config"))
+    model = kind(config(**sizes))
     for name, parameter in model.named_parameters():
         parameter.data = torch.rand_like(parameter) + 0.5 if "norm" in name else torch.randn_like(parameter) * 0.15
     model.save_pretrained(folder)
@@ -92,6 +93,35 @@ def turbo_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def window_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The small model as a Mistral: every layer has a sliding window of 450 tokens."""
+    folder = tmp_path_factory.mktemp("model") / "window"
+    write_folder(folder, "Mistral", num_hidden_layers=3, sliding_window=450)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def narrow_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Mistral of two layers with heads of 64 channels and a sliding window of 70 tokens, for rounds."""
+    folder = tmp_path_factory.mktemp("model") / "narrow"
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    write_folder(folder, "Mistral", sliding_window=70, **sizes)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def mixed_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen2 of four layers with heads of 64 channels: the middle layers have a sliding window of 357 tokens."""
+    folder = tmp_path_factory.mktemp("model") / "mixed"
+    kinds = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
+    write_folder(
+        folder, "Qwen2", num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
+        hidden_size=256, use_sliding_window=True, sliding_window=357, layer_types=kinds,
+    )  # fmt: skip
+    return folder
+
+
 @dataclass
 class OracleRun:
     """The tokens that the oracle generated for each request, and the result of `simulate_step` for each decode step."""
@@ -110,6 +140,10 @@ class Oracle:
         self.num_kv_heads: int = config["num_key_value_heads"]
         self.head_dim: int = config["head_dim"]
         self._eps: float = config["rms_norm_eps"]
+        kinds, window = config.get("layer_types"), config.get("sliding_window")
+        self.sliding_windows = [
+            window if kinds is None or kinds[layer] == "sliding_attention" else None for layer in range(self.num_layers)
+        ]
         self._inv_freq = 10_000.0 ** -(torch.arange(0, self.head_dim, 2, dtype=torch.float64) / self.head_dim)
         self.sm_scale = self.head_dim**-0.5
 
@@ -131,9 +165,12 @@ class Oracle:
         """q [n, Hq, D], k and v [n, Hkv, D]."""
         prefix = f"model.layers.{layer}."
         h = self._norm(x, prefix + "input_layernorm.weight")
+        names = [f"{prefix}self_attn.{part}_proj." for part in "qkv"]
         q, k, v = (
-            (h @ self._weights[f"{prefix}self_attn.{part}_proj.weight"].T).unflatten(1, (-1, self.head_dim))
-            for part in "qkv"
+            (h @ self._weights[name + "weight"].T + self._weights.get(name + "bias", 0)).unflatten(
+                1, (-1, self.head_dim)
+            )
+            for name in names
         )
         return self._rotate(q, positions), self._rotate(k, positions), v
 
@@ -168,7 +205,7 @@ class Oracle:
         """
         n = len(ids)
         positions, x = torch.arange(n), self.embed(ids)
-        future = torch.ones(n, n, dtype=torch.bool).triu(1)
+        age = positions[:, None] - positions
         for layer in range(self.num_layers):
             q, k, v = self.pre_attention(layer, x, positions)
             k_cache[layer][request, :, :n] = k.transpose(0, 1)
@@ -176,7 +213,8 @@ class Oracle:
             group = q.shape[1] // self.num_kv_heads
             k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
             scores = torch.einsum("ihd,jhd->hij", q, k) * self.sm_scale
-            weights = scores.masked_fill(future, -torch.inf).softmax(-1)
+            hidden = (age < 0) | (age >= (self.sliding_windows[layer] or n))
+            weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
             if masses is not None:
                 last = weights[:, -1].unflatten(0, (self.num_kv_heads, -1))
                 masses[layer][request] = block_masses(last, positions // 64, masses[layer].shape[-1])
@@ -199,6 +237,7 @@ class Oracle:
         tokens = [[int(self.prefill(ids, k_cache, v_cache, r, masses).argmax())] for r, ids in enumerate(prompts)]
         run = OracleRun(tokens)
         options: dict[str, Any] = {"recall_blocks": recall_blocks, "masses": masses or ()}
+        options |= {"sliding_windows": self.sliding_windows}
         while True:
             live = [
                 len(made) < limit and made[-1] not in eos for made, limit in zip(tokens, max_new_tokens, strict=True)
@@ -231,6 +270,12 @@ class Oracle:
 def oracle(tiny_folder: Path) -> Oracle:
     """The tiny folder's model in fp64."""
     return Oracle(tiny_folder)
+
+
+@pytest.fixture(scope="session")
+def oracle_of() -> Callable[[Path], Oracle]:
+    """`oracle_of(folder)`: another folder's model in fp64."""
+    return Oracle
 
 
 def repeated_passage(length: int, seed: int) -> list[int]:

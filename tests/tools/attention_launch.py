@@ -41,6 +41,7 @@ class AttentionLaunch:
     out: Tensor
     lse: Tensor
     speculation: SpecOutput | None = None
+    sliding_window: int | None = None
 
     @property
     def softmax(self) -> Softmax:
@@ -86,13 +87,12 @@ class AttentionLaunch:
     def compare_each(self, close: Callable[[str, Tensor, Tensor], None]) -> None:
         """Call `close(name, found, expected)` for out, lse, spec_out and sums."""
         q, seq_lens = self.q.to(self.k.device), self.seq_lens.to(self.k.device)
-        out, lse = decode_attention_ref(q, self.k, self.v, seq_lens, self.sm_scale, self.softmax)
+        how = self.sm_scale, self.softmax, self.sliding_window
+        out, lse = decode_attention_ref(q, self.k, self.v, seq_lens, *how)
         close("out", self.out, out)
         close("lse", self.lse, lse)
         if self.speculation is not None:
             chunk_size = self.speculation.chunk_size
-            spec_out, _, sums = speculative_decode_attention_ref(
-                q, self.k, self.v, seq_lens, chunk_size, self.sm_scale, self.softmax
-            )
+            spec_out, _, sums = speculative_decode_attention_ref(q, self.k, self.v, seq_lens, chunk_size, *how)
             close("spec_out", self.spec_out, spec_out)
             close("sums", self.speculation.sums.sum(1), sums)

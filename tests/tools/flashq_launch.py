@@ -43,6 +43,12 @@ class Launch(AttentionLaunch):
     def softmax(self, softmax: Softmax) -> None:
         self.layer = replace(self.layer, softmax=softmax)
 
+    def slide(self, sliding_window: int) -> None:
+        """Give the launch a sliding window, with NaN as scales of the blocks in front of it."""
+        self.sliding_window, self.layer = sliding_window, replace(self.layer, sliding_window=sliding_window)
+        for request, n in enumerate(self.seq_lens.tolist()):
+            self.layer.scales[request, :, : max(0, n - sliding_window) // 64] = math.nan
+
     def run(self, *phases: str, gate: Tensor | None = None) -> None:
         self.clear()
         for phase in phases or ("all",):

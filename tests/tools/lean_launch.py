@@ -67,12 +67,26 @@ class Launch(AttentionLaunch):
             )
         return launch
 
+    def slide(self, sliding_window: int, loaded: int | None = None) -> None:
+        """Give the launch a sliding window: NaN in the blocks in front of it, large values before it in its block.
+
+        loaded: tokens in front of that block that have large values, too, because a tile may hold them: on Hopper.
+        """
+        self.sliding_window = sliding_window
+        loaded = (256 if self.q.is_cuda else 0) if loaded is None else loaded
+        for request, n in enumerate(self.seq_lens.tolist()):
+            first = max(0, n - sliding_window)
+            unread = max(0, first // 64 * 64 - loaded)
+            for cache in (self.k, self.v):
+                cache[request, :, :unread] = math.nan
+                cache[request, :, unread:first] *= 50
+
     def run(self) -> None:
         self.clear()
         for phase in ("predictor", "rest") if self.in_two else ("all",):
             lean_decode_attention(
                 self.q, self.k, self.v, self.seq_lens, self.sm_scale, self.workspace, self.out, self.lse,
-                self.speculation, phase,
+                self.speculation, phase, sliding_window=self.sliding_window,
             )  # fmt: skip
 
     def compare(self, check: Check) -> None:

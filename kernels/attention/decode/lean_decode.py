@@ -169,6 +169,7 @@ def lean_decode_attention(
     prefetch_before_wait: bool = False,
     row_lens: Tensor | None = None,
     block_lse: Tensor | None = None,
+    sliding_window: int | None = None,
 ) -> None:
     """Compute attention of one new token per request over its first `seq_lens` cached tokens; or of several rows.
 
@@ -193,6 +194,9 @@ def lean_decode_attention(
             MAX_COLUMNS.
         block_lse: [B, Hkv, NB, 4, R Hq / Hkv] fp32, without speculation: written as `RecallBuffers.block_lse`, for all
             blocks but the newest two; rows first, then query heads.
+        sliding_window: W, a token attends to the newest W tokens up to itself; None: to all. Of what lies in front of
+            them only a part of a tile is read, and masked: its values are finite. From each row to the next, lengths
+            then grow by at most 1.
     Raises:
         ValueError: shape, dtype or layout, naming the argument.
     Capture: graph-safe; allocates nothing. From compute capability 9.0 on, the launches are programmatic dependent
@@ -229,7 +233,7 @@ def lean_decode_attention(
         "PDL": pdl,
         **({"launch_pdl": True} if pdl else {}),
     }
-    scalars = (batch_size, spec.chunk_size if spec else 0)
+    scalars = (sliding_window, batch_size, spec.chunk_size if spec else 0)
     # A program that computes an output of a batch alone writes the result itself.
     results = (out, lse) if use_tma and batch_size > 1 and spec is None else (None, None)
     if use_tma:
@@ -379,7 +383,7 @@ def launch_combine(
     lse: Tensor,
     speculation: SpecOutput | None,
     gate: Tensor | None,
-    scalars: tuple[int, ...],
+    scalars: tuple[int | None, ...],
     head_dim: int,
     options: dict[str, Any],
 ) -> None:

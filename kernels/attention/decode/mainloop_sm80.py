@@ -16,6 +16,7 @@ from alspec.kernels.attention.decode.tile_schedule import (
     PREDICTOR,
     REST,
     build_schedule,
+    count_hidden,
     delay_for_predictor,
     head_of_tile,
     load_seq_lens,
@@ -26,6 +27,7 @@ from alspec.kernels.attention.decode.tile_schedule import (
     query_row,
     recall_part_blocks,
     request_ranges,
+    rows_reach,
     spec_block_n,
     spec_part_tokens,
     start_after,
@@ -81,12 +83,12 @@ def _pad_columns(x, N: tl.constexpr, HEADS_PAD: tl.constexpr, REAL: tl.constexpr
 
 
 @triton.jit
-def _finish_softmax(row_max, weight_sums, acc, ROWS: tl.constexpr):
+def _finish_softmax(row_max, weight_sums, acc, MASKED: tl.constexpr):
     """Finish an online softmax: o [D, HEADS_PAD], normalised, and lse [HEADS_PAD], base 2."""
     # Sum over tokens here, once. In every tile it would go through shared memory twice, to get the layout of row_max.
     weight_sums = tl.sum(weight_sums, 0)
     o, lse = acc * inverse_of_sum(weight_sums)[None, :], row_max + log2_of_sum(weight_sums)
-    if ROWS > 1:  # a row may see no token of these tiles
+    if MASKED:  # a row may see no token of these tiles
         o = tl.where((lse > float("-inf"))[None, :], o, 0.0)
     return o, lse
 
@@ -134,6 +136,8 @@ def _attend_run(
     listed_ptr,  # blocks, or None
     block_lse_ptr,  # [B Hkv, NB, 4, HEADS_PER_KV] fp32, written for tiles of the rest; or None
     row_lens_ptr,  # of the kernel, or None
+    seq_lens_ptr,  # of the kernel
+    sliding_window,  # of the kernel, or None
     HKV: tl.constexpr,
     HEADS_PER_KV: tl.constexpr,
     HEADS_PAD: tl.constexpr,
@@ -155,6 +159,8 @@ def _attend_run(
         partials of earlier outputs are stored here.
     """
     REAL: tl.constexpr = 8 if HEADS_PER_KV <= 8 and HEADS_PAD == 16 else HEADS_PAD
+    MASKED: tl.constexpr = ROWS > 1 or sliding_window is not None  # rows may see no token of a tile
+    reach = rows_reach(sliding_window, ROWS)
     channels = tl.arange(0, D)
     offsets = tl.arange(0, BLOCK_N)
     heads = tl.arange(0, HEADS_PAD)
@@ -181,7 +187,9 @@ def _attend_run(
                 token, limit = begin2 + 0, end2 + 0
                 if not is_spec:
                     request, before = locate(tile + i, rest_end)
-                    token, limit, _, rest = request_ranges(request, seq_lens, chunk_size, False, B_PAD, BLOCK_N, SPEC)
+                    _, token, limit, _, rest = request_ranges(
+                        request, seq_lens, chunk_size, False, B_PAD, BLOCK_N, SPEC, reach
+                    )
                     output = request * HKV + (tile + i - before) // tl.maximum(rest, 1)
         left = limit - token
         # Load q with every tile, so that one wait covers q and the first tile.
@@ -203,7 +211,7 @@ def _attend_run(
             k = tl.load(k_ptrs, mask=channel_mask, other=0.0, eviction_policy="evict_first")
             v = tl.load(v_ptrs, mask=channel_mask, other=0.0, eviction_policy="evict_first")
         if program + output != partial_index:
-            o, lse = _finish_softmax(row_max, weight_sums, acc, ROWS)
+            o, lse = _finish_softmax(row_max, weight_sums, acc, MASKED)
             store_partial(o, lse, o_ptr, lse_ptr, partial_index, tl.arange(0, REAL), channels, HEADS_PER_KV)
             row_max, weight_sums, acc = _init_softmax(BLOCK_N, REAL, D)
             # Add a 0 that the compiler cannot prove: with only constants it splits the branch and spills registers on
@@ -217,8 +225,13 @@ def _attend_run(
             row = output // HKV * ROWS + columns // (HEADS_PER_KV // ROWS)
             row_ends = tl.load(row_lens_ptr + row, mask=columns < HEADS_PER_KV, other=1) - token
             s = tl.where(offsets[:, None] < row_ends[None, :], s, float("-inf"))
+            if sliding_window is not None:
+                s = tl.where(offsets[:, None] >= row_ends[None, :] - sliding_window, s, float("-inf"))
+        elif sliding_window is not None:
+            visible = tl.load(seq_lens_ptr + output // HKV) - sliding_window - token
+            s = tl.where((offsets >= visible)[:, None], s, float("-inf"))
         new_max = tl.maximum(row_max, _tile_max(s, BLOCK_N, REAL))
-        if ROWS > 1:
+        if MASKED:
             new_max = tl.maximum(new_max, NO_TOKEN)
         p = tl.exp2(s - new_max[None, :])
         alpha = tl.exp2(row_max - new_max)
@@ -231,12 +244,12 @@ def _attend_run(
         )
         acc = _drop_padding(tl.dot(tl.trans(v), p, acc, input_precision="ieee"), D, HEADS_PAD, REAL)
         row_max = new_max
-    o, lse = _finish_softmax(row_max, weight_sums, acc, ROWS)
+    o, lse = _finish_softmax(row_max, weight_sums, acc, MASKED)
     return o, lse, partial_index
 
 
 # One compiled kernel serves every capacity.
-@triton.jit(do_not_specialize=["capacity", "num_requests", "num_blocks"])
+@triton.jit(do_not_specialize=["capacity", "num_requests", "num_blocks", "sliding_window"])
 def lean_decode_kernel(
     q_ptr,  # [B, Hkv * HEADS_PER_KV, head_dim]
     k_ptr,  # [B, Hkv, capacity, head_dim]
@@ -255,6 +268,7 @@ def lean_decode_kernel(
     recalled_ptr,  # [B, Hkv, RECALL] int32, blocks in ascending order, then -1; or None
     block_lse_ptr,  # [B, Hkv, NB, 4, HEADS_PER_KV] fp32, written: log2 of the weights of every 16 tokens; or None
     row_lens_ptr,  # [B, ROWS] int32: tokens that each row sees; None with one row. Without speculation
+    sliding_window,  # newest tokens that each row attends to; None: all that it sees
     num_requests,
     chunk_size,
     num_blocks,  # NB
@@ -292,12 +306,13 @@ def lean_decode_kernel(
     # 1. The schedule. Every program computes all of it from `seq_lens` alone.
     program = tl.program_id(0)
     requests = tl.arange(0, B_PAD)
+    reach = rows_reach(sliding_window, ROWS)
     epoch = None
     if epoch_ptr is not None:
         epoch = tl.load(epoch_ptr)  # loaded here, to arrive together with seq_lens
     is_long, rest_tiles, total_rest, parts, schedule = build_schedule(
         seq_lens, num_requests, chunk_size, HKV, PROGRAMS, B_PAD, BLOCK_N, LONG, SPEC, SPEC_PARTS, PHASE,
-        RECALL_PARTS, RECALL,
+        RECALL_PARTS, RECALL, reach,
     )  # fmt: skip
     num_outputs = HKV if B_PAD == 1 else num_requests * HKV
     num_spec = num_outputs * (parts + RECALL_PARTS) if SPEC and PHASE != REST else 0
@@ -322,7 +337,9 @@ def lean_decode_kernel(
             if SPEC:
                 request = tl.where(is_spec, spec_index % num_outputs // HKV, request)
                 before = tl.max(tl.where(requests < request, rest_end, 0), 0)
-        sink_r, window_r, seq_len, rest_r = request_ranges(request, seq_lens, chunk_size, is_long, B_PAD, BLOCK_N, SPEC)
+        first_r, sink_r, window_r, seq_len, rest_r = request_ranges(
+            request, seq_lens, chunk_size, is_long, B_PAD, BLOCK_N, SPEC, reach
+        )
         head = head_of_tile(tile - before, rest_r, HKV) if HKV <= 32 else (tile - before) // tl.maximum(rest_r, 1)
         if SPEC:
             head = tl.where(is_spec, spec_index % HKV, head)
@@ -342,7 +359,7 @@ def lean_decode_kernel(
         if SPEC:
             SPEC_N: tl.constexpr = spec_block_n(BLOCK_N, LONG)
             first, first_end, spec_tiles = spec_part_tokens(
-                part, sink_r, window_r, seq_len, chunk_size, SPEC_N, SPEC_PARTS
+                part, first_r, sink_r, window_r, seq_len, chunk_size, SPEC_N, SPEC_PARTS, reach
             )
             if LONG > 0:
                 use_long = (use_long | is_spec) if SPEC_N > BLOCK_N else (use_long & (item >= num_spec_items))
@@ -357,9 +374,13 @@ def lean_decode_kernel(
             entries = tl.arange(0, triton.next_power_of_2(PART_BLOCKS))
             is_entry = (entries < PART_BLOCKS) & (first_block + entries < RECALL)
             listed = tl.load(listed_ptr + entries, mask=is_entry, other=-1)
+            hidden = 0
+            if sliding_window is not None:
+                hidden = count_hidden(listed, is_entry, seq_len - sliding_window)
+                listed_ptr += hidden
             TILES: tl.constexpr = tiles_of_block(BLOCK_N)
             LONG_TILES: tl.constexpr = tiles_of_block(2 * BLOCK_N)
-            listed_blocks = tl.sum((listed >= 0).to(tl.int32), 0)
+            listed_blocks = tl.sum((listed >= 0).to(tl.int32), 0) - hidden
             count = tl.where(is_recall, listed_blocks * tl.where(use_long, LONG_TILES, TILES), count)
 
         # 3. Stream the tiles. `_attend_run` stores the partials of all outputs but the last.
@@ -370,13 +391,13 @@ def lean_decode_kernel(
         # A tuple cannot hold the pointers that may be None.
         if LONG > 0 and use_long:
             o, lse, partial_index = _attend_run(
-                *args, listed_ptr, block_lse_ptr, row_lens_ptr, HKV, HEADS_PER_KV, HEADS_PAD, D, HEAD_DIM, ROWS, B_PAD,
-                2 * BLOCK_N, STAGES, SPEC,
+                *args, listed_ptr, block_lse_ptr, row_lens_ptr, seq_lens_ptr, sliding_window, HKV, HEADS_PER_KV,
+                HEADS_PAD, D, HEAD_DIM, ROWS, B_PAD, 2 * BLOCK_N, STAGES, SPEC,
             )  # fmt: skip
         else:
             o, lse, partial_index = _attend_run(
-                *args, listed_ptr, block_lse_ptr, row_lens_ptr, HKV, HEADS_PER_KV, HEADS_PAD, D, HEAD_DIM, ROWS, B_PAD,
-                BLOCK_N, STAGES, SPEC,
+                *args, listed_ptr, block_lse_ptr, row_lens_ptr, seq_lens_ptr, sliding_window, HKV, HEADS_PER_KV,
+                HEADS_PAD, D, HEAD_DIM, ROWS, B_PAD, BLOCK_N, STAGES, SPEC,
             )  # fmt: skip
 
         has_partial = count > 0
@@ -399,7 +420,7 @@ def lean_decode_kernel(
             store_partial(o, lse, o_partial_ptr, lse_partial_ptr, partial_index, heads, channels, HEADS_PER_KV)
 
 
-@triton.jit(do_not_specialize=["num_requests"])
+@triton.jit(do_not_specialize=["num_requests", "sliding_window"])
 def lean_combine_kernel(
     seq_lens_ptr,  # [B] int32
     o_partial_ptr,  # [G + (1 + SPEC_PARTS) B Hkv, HEADS_PER_KV, D] fp32, from the attention kernel
@@ -408,6 +429,7 @@ def lean_combine_kernel(
     lse_ptr,  # [B, Hkv * HEADS_PER_KV] fp32
     sums_ptr,  # [B, Hkv * HEADS_PER_KV * SLICES, 2] fp32: dist2, norm2; or None
     gate_ptr,  # [1] int32 or None
+    sliding_window,  # of the attention kernel
     num_requests,
     chunk_size,
     HKV: tl.constexpr,
@@ -437,7 +459,7 @@ def lean_combine_kernel(
     seq_lens = load_seq_lens(seq_lens_ptr, num_requests, B_PAD)
     _, rest_tiles, _, parts, schedule = build_schedule(
         seq_lens, num_requests, chunk_size, HKV, PROGRAMS, B_PAD, BLOCK_N, LONG, SPEC, SPEC_PARTS, PHASE,
-        RECALL_PARTS, RECALL,
+        RECALL_PARTS, RECALL, rows_reach(sliding_window, ROWS),
     )  # fmt: skip
     num_outputs = HKV if B_PAD == 1 else num_requests * HKV
     for i in tl.range(SLICES_PER_PROGRAM):

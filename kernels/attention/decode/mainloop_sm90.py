@@ -8,7 +8,8 @@ per SM keep the memory busy. More would only lengthen the queue in which the pre
 The last tile of a range is shifted back, so that it ends where the range ends. So no tile reads unused memory, which
 may hold NaN. The copy writes zeros for tokens before the start of the cache. Tokens before the `token` of a cursor are
 masked: they belong to the previous tile or range. (If V of such a token is infinite, 0 * inf is NaN. But that token is
-part of the same full output, which is then not finite either way.)
+part of the same full output, which is then not finite either way.) So are tokens in front of a sliding window, some of
+which a tile at its begin may hold.
 
     S^T = K q^T,   O^T = V^T P^T
 
@@ -31,6 +32,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_wait
 
 from alspec.kernels.attention.decode.combine import NO_TOKEN, send_spec, store_output, store_partial
+from alspec.kernels.attention.decode.softmax_sm90 import (
+    WARPS,
+    barrier,
+    finish_softmax,
+    init_softmax,
+    mma_layout,
+    partial_indices,
+    split_by_warp,
+    store_block_lse,
+    warp_values_layout,
+)
 from alspec.kernels.attention.decode.tile_schedule import (
     ALL,
     KV_BLOCK,
@@ -38,6 +50,7 @@ from alspec.kernels.attention.decode.tile_schedule import (
     PREDICTOR,
     REST,
     build_schedule,
+    count_hidden,
     count_tiles,
     delay_for_predictor,
     head_of_tile,
@@ -46,51 +59,15 @@ from alspec.kernels.attention.decode.tile_schedule import (
     program_work,
     query_row,
     recall_part_blocks,
+    rows_reach,
     spec_block_n,
     spec_part_tokens,
     start_after,
     token_ranges,
 )
-from alspec.kernels.common.device import inverse_of_sum, log2_of_sum
 from alspec.kernels.common.pdl import spin_cycles
 
 __all__ = ["lean_sm90_kernel"]
-
-WARPS = gl.constexpr(4)
-_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # Triton 3.7 and 3.6
-
-
-@gluon.constexpr_function
-def _mma_layout(columns):
-    """Layout of both products, [64 n, columns]."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
-
-
-@gluon.constexpr_function
-def _column_bits(columns):
-    """Register bases of the columns from 8 on."""
-    return [[0, 2**i] for i in range(3, columns.bit_length() - 1)]
-
-
-@gluon.constexpr_function
-def _warp_values_layout(columns):
-    """Layout [4, columns] of one value per warp. Every warp holds all 4; lanes hold columns as in the MMA layout."""
-    registers = [[0, 1], [1, 0], [2, 0], *_column_bits(columns)]
-    lanes = [[0, 2], [0, 4], [0, 0], [0, 0], [0, 0]]
-    return gl.DistributedLinearLayout(registers, lanes, [[0, 0], [0, 0]], [], [4, columns])
-
-
-@gluon.constexpr_function
-def _store_layout(d, columns, heads):
-    """Layout [d, columns] in which a partial is stored.
-
-    Like the MMA layout, but with up to 4 heads the padding columns 4 to 7 lie in registers. In lanes, they would leave
-    lanes that store nothing, and the compiler would branch around each store.
-    """
-    lane, register = ([8, 0], [0, 4]) if heads <= 4 else ([0, 4], [8, 0])
-    registers = [[0, 1], register, *_column_bits(columns), *([2**i, 0] for i in range(6, d.bit_length() - 1))]
-    lanes = [[0, 2], lane, [1, 0], [2, 0], [4, 0]]
-    return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [d, columns])
 
 
 @gluon.jit
@@ -111,17 +88,21 @@ def _next_output(output, batch, HKV: gl.constexpr, SPEC: gl.constexpr):
     """Return the cursor (output, token, end) of the next output that has a rest; past the last output it has no use.
 
     Args:
-        batch: (seq_lens_ptr, num_requests, chunk_size). The lengths are in L1 after the first load.
+        batch: (seq_lens_ptr, num_requests, chunk_size), with a sliding window also the reach. The lengths are in L1
+            after the first load.
     """
-    seq_lens_ptr, num_requests, chunk_size = batch
+    seq_lens_ptr, num_requests, chunk_size = batch[0], batch[1], batch[2]
+    reach = None
+    if len(batch) > 3:
+        reach = batch[3]
     output += 1
     request = gl.minimum((output.to(gl.uint32) // HKV).to(gl.int32), num_requests - 1)
-    sink, window = token_ranges(gl.load(seq_lens_ptr + request), chunk_size, SPEC)
+    _, sink, window = token_ranges(gl.load(seq_lens_ptr + request), chunk_size, SPEC, reach)
     if SPEC:
         while (sink >= window) & (request < num_requests - 1):
             request += 1
             output = request * HKV
-            sink, window = token_ranges(gl.load(seq_lens_ptr + request), chunk_size, SPEC)
+            _, sink, window = token_ranges(gl.load(seq_lens_ptr + request), chunk_size, SPEC, reach)
     return output, sink, window
 
 
@@ -188,7 +169,7 @@ def _row_lengths(
     ROWS: gl.constexpr,
 ):  # fmt: skip
     """Load the tokens that each column of an output sees, [HEADS_PAD]: those of its row."""
-    columns = gl.arange(0, HEADS_PAD, layout=gl.SliceLayout(0, _mma_layout(HEADS_PAD)))
+    columns = gl.arange(0, HEADS_PAD, layout=gl.SliceLayout(0, mma_layout(HEADS_PAD)))
     row = output // HKV * ROWS + columns // (HEADS_PER_KV // ROWS)
     return gl.load(row_lens_ptr + row, mask=(columns < HEADS_PER_KV) & (output < num_outputs), other=1)
 
@@ -198,74 +179,7 @@ def _store_query(q_tile, q):
     """Store q in shared memory for the products. The caller ensures that no warp still reads the previous q."""
     q_tile.store(q)
     fence_async_shared()
-    _barrier()
-
-
-@gluon.jit
-def _init_softmax(BLOCK_N: gl.constexpr, HEADS_PAD: gl.constexpr, D: gl.constexpr):
-    """Initial state of the online softmax: row_max [HEADS_PAD], weight_sums [BLOCK_N, HEADS_PAD], acc [D, HEADS_PAD].
-
-    weight_sums adds up each token lane of the tiles by itself; `_finish_softmax` adds up the lanes.
-    """
-    layout: gl.constexpr = _mma_layout(HEADS_PAD)
-    row_max = gl.full([HEADS_PAD], float("-inf"), gl.float32, gl.SliceLayout(0, layout))
-    return row_max, gl.zeros([BLOCK_N, HEADS_PAD], gl.float32, layout), gl.zeros([D, HEADS_PAD], gl.float32, layout)
-
-
-@gluon.jit
-def _split_by_warp(s):
-    """View s [BLOCK_N, HEADS_PAD] as [BLOCK_N / 64, 4, 16, HEADS_PAD]. Each of 4 warps holds 16 of every 64 tokens."""
-    return s.reshape([s.shape[0] // 64, 4, 16, s.shape[1]])
-
-
-@gluon.jit
-def _finish_softmax(row_max, weight_sums, acc, warp_buffer, HEADS_PER_KV: gl.constexpr, ROWS: gl.constexpr):
-    """Finish an online softmax: o [D, HEADS_PAD], normalised, and lse [HEADS_PAD], base 2, in the layout for the store.
-
-    Args:
-        warp_buffer: shared memory [4, HEADS_PAD]. A sum over the warps through it takes one barrier; `gl.sum` takes 2.
-    """
-    HEADS_PAD: gl.constexpr = acc.shape[1]
-    warp_buffer.store(gl.sum(gl.sum(_split_by_warp(weight_sums), 0), 1))
-    _barrier()
-    weight_sums = gl.sum(warp_buffer.load(_warp_values_layout(HEADS_PAD)), 0)
-    weight_sums = gl.convert_layout(weight_sums, row_max.type.layout, assert_trivial=True)
-    layout: gl.constexpr = _store_layout(acc.shape[0], HEADS_PAD, HEADS_PER_KV)
-    o, lse = acc * inverse_of_sum(weight_sums)[None, :], row_max + log2_of_sum(weight_sums)
-    if ROWS > 1:  # a row may see no token of these tiles
-        o = gl.where((lse > float("-inf"))[None, :], o, 0.0)
-    return gl.convert_layout(o, layout), gl.convert_layout(lse, gl.SliceLayout(0, layout))
-
-
-@gluon.jit
-def _store_block_lse(p, row_max, block_lse, output, token, end, HEADS_PER_KV: gl.constexpr):
-    """Store log2 of the sum of weights of every 16 tokens of a tile: those that a warp holds, so no warps exchange.
-
-    Args:
-        p: [BLOCK_N, HEADS_PAD], weights relative to row_max [HEADS_PAD].
-        block_lse: (pointer of [outputs, NB, 4, HEADS_PER_KV] fp32, NB).
-        token, end: of the cursor. Tokens of the tile before `token` belong to an earlier tile.
-    """
-    sums = gl.sum(_split_by_warp(p), 2)  # [BLOCK_N / 64, 4, HEADS_PAD]
-    BLOCKS: gl.constexpr = sums.shape[0]
-    layout: gl.constexpr = sums.type.layout
-    blocks = gl.arange(0, BLOCKS, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
-    warps = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
-    heads = gl.arange(0, sums.shape[2], layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
-    row_max = gl.convert_layout(row_max, gl.SliceLayout(0, gl.SliceLayout(1, layout)), assert_trivial=True)
-    start = _tile_start((output, token, end), None, BLOCKS * 64)
-    block = start // KV_BLOCK + blocks
-    offsets = ((output.to(gl.int64) * block_lse[1] + block) * 4 + warps) * HEADS_PER_KV + heads
-    mask = (block * KV_BLOCK >= token) & (heads < HEADS_PER_KV) & (warps >= 0)
-    gl.store(block_lse[0] + offsets, row_max[None, None, :] + log2_of_sum(sums), mask=mask)
-
-
-@gluon.jit
-def _partial_indices(o):
-    """Return (query heads [HEADS_PAD], channels [D]) of a partial o [D, HEADS_PAD], in its layout."""
-    layout: gl.constexpr = o.type.layout
-    heads = gl.arange(0, o.shape[1], layout=gl.SliceLayout(0, layout))
-    return heads, gl.arange(0, o.shape[0], layout=gl.SliceLayout(1, layout))
+    barrier()
 
 
 @gluon.jit
@@ -313,9 +227,9 @@ def _issue_first_copies(
 @gluon.jit
 def _attend_run(
     streams, q_ptr, q_tile, warp_buffer, cursor, next_range, count, tiles_done, o_ptr, lse_ptr, qk_scale, program,
-    num_outputs, batch, listed, block_lse, row_lens_ptr, out_ptr, out_lse_ptr, is_whole, was_delayed,
-    HKV: gl.constexpr, HEADS_PER_KV: gl.constexpr, HEAD_DIM: gl.constexpr, ROWS: gl.constexpr, SPEC: gl.constexpr,
-    IS_SPEC: gl.constexpr, PREFETCH_TILE: gl.constexpr,
+    num_outputs, batch, listed, block_lse, row_lens_ptr, seq_lens_ptr, sliding_window, out_ptr, out_lse_ptr, is_whole,
+    was_delayed, HKV: gl.constexpr, HEADS_PER_KV: gl.constexpr, HEAD_DIM: gl.constexpr, ROWS: gl.constexpr,
+    SPEC: gl.constexpr, IS_SPEC: gl.constexpr, PREFETCH_TILE: gl.constexpr,
 ):  # fmt: skip
     """Online softmax over `count` tiles. Copies for the next output start before this output ends.
 
@@ -329,6 +243,7 @@ def _attend_run(
         listed: as for `_advance`; then there is no `next_range` and no `batch`.
         block_lse: as for `_store_block_lse`, or None.
         row_lens_ptr: of the kernel; None if ROWS is 1.
+        seq_lens_ptr, sliding_window: of the kernel.
         out_ptr, out_lse_ptr: as for `store_output`.
         is_whole: the run begins with the first tile of its first output.
         tiles_done: tiles that this program has loaded before; gives the stage and parity of the next tile.
@@ -344,7 +259,7 @@ def _attend_run(
     D: gl.constexpr = q_tile.shape[1]
     p_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HEADS_PAD, BLOCK_N], q_tile.dtype)
     p_tile = gl.allocate_shared_memory(q_tile.dtype, [HEADS_PAD, BLOCK_N], p_layout)
-    _barrier()  # every warp sees the initialised barriers, and has read the previous contents of the buffers
+    barrier()  # every warp sees the initialised barriers, and has read the previous contents of the buffers
     output, token, end = cursor
     if PREFETCH_TILE:
         v_cursor, k_cursor = _issue_first_copies(
@@ -361,9 +276,9 @@ def _attend_run(
             streams, cursor, next_range, batch, listed, count, tiles_done, was_delayed, HKV, SPEC, PREFETCH_TILE
         )
     _store_query(q_tile, q)
-    zero_scores = gl.zeros([BLOCK_N, HEADS_PAD], gl.float32, _mma_layout(HEADS_PAD))
+    zero_scores = gl.zeros([BLOCK_N, HEADS_PAD], gl.float32, mma_layout(HEADS_PAD))
     offsets = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, zero_scores.type.layout))
-    row_max, weight_sums, acc = _init_softmax(BLOCK_N, HEADS_PAD, D)
+    row_max, weight_sums, acc = init_softmax(BLOCK_N, HEADS_PAD, D)
     for i in range(count):
         if listed is not None:
             token = gl.load(listed[0] + i) * KV_BLOCK
@@ -372,13 +287,13 @@ def _attend_run(
             if IS_SPEC:
                 token, end = next_range[0], next_range[1]
             else:
-                o, lse = _finish_softmax(row_max, weight_sums, acc, warp_buffer, HEADS_PER_KV, ROWS)
+                o, lse = finish_softmax(row_max, weight_sums, acc, warp_buffer, HEADS_PER_KV, ROWS)
                 store_output(
-                    o, lse, output, is_whole, o_ptr, lse_ptr, program, out_ptr, out_lse_ptr, *_partial_indices(o),
+                    o, lse, output, is_whole, o_ptr, lse_ptr, program, out_ptr, out_lse_ptr, *partial_indices(o),
                     HKV, HEADS_PER_KV, HEAD_DIM, ROWS,
                 )  # fmt: skip
                 is_whole = token > 0  # true; a tensor, as before
-                row_max, weight_sums, acc = _init_softmax(BLOCK_N, HEADS_PAD, D)
+                row_max, weight_sums, acc = init_softmax(BLOCK_N, HEADS_PAD, D)
                 _store_query(q_tile, next_q)
                 output, token, end = upcoming
                 upcoming = (output + 1, token, end) if batch is None else _next_output(output, batch, HKV, SPEC)
@@ -391,19 +306,25 @@ def _attend_run(
         s = warpgroup_mma(k, q_tile.permute((1, 0)), zero_scores, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, [s]) * qk_scale
         # Mask the tokens before `token`: the tile may start earlier (`_tile_start`).
-        own_tokens = offsets >= token - _tile_start((output, token, end), listed, BLOCK_N)
+        own_start = token
+        if ROWS == 1 and sliding_window is not None:  # nor does a row see tokens in front of its window
+            request = (output.to(gl.uint32) // HKV).to(gl.int32)
+            own_start = gl.maximum(token, gl.load(seq_lens_ptr + request) - sliding_window)
+        own_tokens = offsets >= own_start - _tile_start((output, token, end), listed, BLOCK_N)
         s = gl.where(own_tokens[:, None], s, float("-inf"))
         if ROWS > 1:
             row_ends = row_lens - _tile_start((output, token, end), listed, BLOCK_N)
             s = gl.where(offsets[:, None] < row_ends[None, :], s, float("-inf"))
-        warp_buffer.store(gl.max(gl.max(_split_by_warp(s), 0), 1))
-        _barrier()
+            if sliding_window is not None:
+                s = gl.where(offsets[:, None] >= row_ends[None, :] - sliding_window, s, float("-inf"))
+        warp_buffer.store(gl.max(gl.max(split_by_warp(s), 0), 1))
+        barrier()
         # Every warp has now read K of this tile and V of the previous one, so both buffers can be refilled.
         last_stage, _ = _stage_and_parity(stage + STAGES - 1, STAGES)
         _issue_copy(v_desc, v_bars, v_tiles, last_stage, v_cursor, listed, (i > 0) & (i + STAGES <= count))
         _issue_copy(k_desc, k_bars, k_tiles, stage, k_cursor, listed, i + STAGES < count)
         v_cursor, k_cursor = k_cursor, _advance(k_cursor, next_range, batch, listed, BLOCK_N, HKV, SPEC)
-        tile_max = gl.max(warp_buffer.load(_warp_values_layout(HEADS_PAD)), 0)
+        tile_max = gl.max(warp_buffer.load(warp_values_layout(HEADS_PAD)), 0)
         new_max = gl.maximum(row_max, gl.convert_layout(tile_max, row_max.type.layout, assert_trivial=True))
         if ROWS > 1:
             new_max = gl.maximum(new_max, NO_TOKEN)
@@ -411,42 +332,53 @@ def _attend_run(
         alpha = gl.exp2(row_max - new_max)
         row_max, weight_sums = new_max, weight_sums * alpha[None, :] + p
         if block_lse is not None:
-            _store_block_lse(p, new_max, block_lse, output, token, end, HEADS_PER_KV)
+            start = _tile_start((output, token, end), None, BLOCK_N)
+            store_block_lse(p, new_max, block_lse, output, token, start, HEADS_PER_KV)
         p_tile.permute((1, 0)).store(p.to(p_tile.dtype))
         fence_async_shared()
-        _barrier()
+        barrier()
         mbarrier.wait(v_bars.index(stage), parity)
         v = v_tiles.index(stage).reshape([BLOCK_N, D])
         acc = warpgroup_mma(v.permute((1, 0)), p_tile.permute((1, 0)), acc * alpha[None, :], is_async=True)
         acc = warpgroup_mma_wait(0, [acc])
         token += BLOCK_N
-    o, lse = _finish_softmax(row_max, weight_sums, acc, warp_buffer, HEADS_PER_KV, ROWS)
+    o, lse = finish_softmax(row_max, weight_sums, acc, warp_buffer, HEADS_PER_KV, ROWS)
     return o, lse, output, is_whole & (token >= end)
 
 
 @gluon.jit
 def _listed_blocks(
-    recalled_ptr, output, recall_part, RECALL: gl.constexpr, RECALL_PARTS: gl.constexpr
+    recalled_ptr, output, recall_part, first_visible, RECALL: gl.constexpr, RECALL_PARTS: gl.constexpr
 ):  # fmt: skip
-    """Return where the blocks of a part over recalled blocks are listed, and how many there are."""
+    """Return where the blocks of a part over recalled blocks are listed, and how many there are.
+
+    Args:
+        first_visible: first token of the sliding window, or None; blocks in front of it are left out.
+    """
     BLOCKS: gl.constexpr = recall_part_blocks(RECALL, RECALL_PARTS)
     first = recall_part * BLOCKS
     blocks_ptr = recalled_ptr + output * RECALL + first
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     entries = gl.arange(0, 32, layout=layout)
-    blocks = gl.load(blocks_ptr + entries, mask=(entries < BLOCKS) & (first + entries < RECALL), other=-1)
-    return blocks_ptr, gl.sum((blocks >= 0).to(gl.int32), 0)
+    is_entry = (entries < BLOCKS) & (first + entries < RECALL)
+    blocks = gl.load(blocks_ptr + entries, mask=is_entry, other=-1)
+    count = gl.sum((blocks >= 0).to(gl.int32), 0)
+    if first_visible is not None:
+        hidden = count_hidden(blocks, is_entry, first_visible)
+        blocks_ptr, count = blocks_ptr + hidden, count - hidden
+    return blocks_ptr, count
 
 
 # Not specialised: Triton makes an argument of 1 a constexpr, and calls with it would not compile.
-@gluon.jit(do_not_specialize=["num_requests", "chunk_size", "num_blocks"])
+@gluon.jit(do_not_specialize=["num_requests", "chunk_size", "num_blocks", "sliding_window"])
 def lean_sm90_kernel(
     q_ptr, k_desc, v_desc, k_long, v_long, seq_lens_ptr, out_ptr, out_lse_ptr, spec_out_ptr, spec_lse_ptr, epoch_ptr,
-    o_partial_ptr, lse_partial_ptr, gate_ptr, recalled_ptr, block_lse_ptr, row_lens_ptr, num_requests, chunk_size,
-    num_blocks, qk_scale, HKV: gl.constexpr, HEADS_PER_KV: gl.constexpr, HEADS_PAD: gl.constexpr, D: gl.constexpr,
-    HEAD_DIM: gl.constexpr, ROWS: gl.constexpr, PROGRAMS: gl.constexpr, B_PAD: gl.constexpr, BLOCK_N: gl.constexpr,
-    LONG: gl.constexpr, STAGES: gl.constexpr, SPEC: gl.constexpr, SPEC_PARTS: gl.constexpr, RECALL: gl.constexpr,
-    RECALL_PARTS: gl.constexpr, PHASE: gl.constexpr, PDL: gl.constexpr, READ_LENGTHS_EARLY: gl.constexpr,
+    o_partial_ptr, lse_partial_ptr, gate_ptr, recalled_ptr, block_lse_ptr, row_lens_ptr, sliding_window, num_requests,
+    chunk_size, num_blocks, qk_scale, HKV: gl.constexpr, HEADS_PER_KV: gl.constexpr, HEADS_PAD: gl.constexpr,
+    D: gl.constexpr, HEAD_DIM: gl.constexpr, ROWS: gl.constexpr, PROGRAMS: gl.constexpr, B_PAD: gl.constexpr,
+    BLOCK_N: gl.constexpr, LONG: gl.constexpr, STAGES: gl.constexpr, SPEC: gl.constexpr, SPEC_PARTS: gl.constexpr,
+    RECALL: gl.constexpr, RECALL_PARTS: gl.constexpr, PHASE: gl.constexpr, PDL: gl.constexpr,
+    READ_LENGTHS_EARLY: gl.constexpr,
 ):  # fmt: skip
     """Write the partials, and with speculation `A~`. Grid [PROGRAMS].
 
@@ -475,6 +407,7 @@ def lean_sm90_kernel(
     if PDL and not READ_LENGTHS_EARLY:
         start_after(False)
     request_layout: gl.constexpr = gl.BlockedLayout([1 if B_PAD == 1 else B_PAD // 32], [32], [WARPS], [0])
+    reach = rows_reach(sliding_window, ROWS)
     if B_PAD == 1:
         seq_len = gl.load(seq_lens_ptr)
         batch = None
@@ -482,6 +415,8 @@ def lean_sm90_kernel(
         requests = gl.arange(0, B_PAD, layout=request_layout)
         lengths = gl.load(seq_lens_ptr + requests, mask=requests < num_requests, other=0)
         batch = seq_lens_ptr, num_requests, chunk_size
+        if reach is not None:
+            batch = batch + (reach,)  # noqa: RUF005 (Triton has no *)
     if PDL and READ_LENGTHS_EARLY:
         start_after(PREFETCH_TILE)
     if gate_ptr is not None:
@@ -495,7 +430,7 @@ def lean_sm90_kernel(
         epoch = gl.load(epoch_ptr)  # loaded here, to arrive together with the lengths
     num_outputs = HKV
     if B_PAD == 1:
-        sink, window = token_ranges(seq_len, chunk_size, SPEC)
+        range_first, sink, window = token_ranges(seq_len, chunk_size, SPEC, reach)
         lengths = gl.full([1], seq_len, gl.int32, request_layout)
     else:
         num_outputs = num_requests * HKV
@@ -505,8 +440,8 @@ def lean_sm90_kernel(
     if SPEC and PHASE != REST:
         # 2. Compute and send the spec items, one after another. They come first: they do not depend on the schedule.
         SPEC_N: gl.constexpr = spec_block_n(BLOCK_N, LONG)
-        sinks, windows = token_ranges(lengths, chunk_size, SPEC)
-        parts = num_spec_parts(sinks, lengths - windows, chunk_size, SPEC_N, SPEC_PARTS)
+        firsts, sinks, windows = token_ranges(lengths, chunk_size, SPEC, reach)
+        parts = num_spec_parts(sinks - firsts, lengths - windows, chunk_size, SPEC_N, SPEC_PARTS)
         num_spec = num_outputs * (parts + RECALL_PARTS)
         # No hoisting of loop invariants: before the loop they would delay the first copy.
         for spec_index in tl.range(program, num_spec, PROGRAMS, disable_licm=True):
@@ -519,29 +454,37 @@ def lean_sm90_kernel(
                     part = spec_index // num_outputs
                     output = spec_index - part * num_outputs
                 seq_len = gl.load(seq_lens_ptr + (output.to(gl.uint32) // HKV).to(gl.int32))
-                sink, window = token_ranges(seq_len, chunk_size, SPEC)
+                range_first, sink, window = token_ranges(seq_len, chunk_size, SPEC, reach)
             # Without batch, block_lse, row_lens_ptr, out_ptr, out_lse_ptr and was_delayed; IS_SPEC, no PREFETCH_TILE.
             slot = part
             if RECALL_PARTS > 0 and part >= parts:
                 recall_part = part - parts
-                blocks_ptr, count = _listed_blocks(recalled_ptr, output, recall_part, RECALL, RECALL_PARTS)
+                first_visible = None
+                if sliding_window is not None:
+                    first_visible = seq_len - sliding_window
+                blocks_ptr, count = _listed_blocks(
+                    recalled_ptr, output, recall_part, first_visible, RECALL, RECALL_PARTS
+                )
                 first = gl.load(blocks_ptr, mask=count > 0, other=0) * KV_BLOCK
                 o, lse, _, _ = _attend_run(
                     streams, q_ptr, q_tile, warp_buffer, (output, first, 0), None, count, tiles_done, o_partial_ptr,
-                    lse_partial_ptr, qk_scale, program, num_outputs, None, (blocks_ptr, count), None, None, None, None,
-                    count > 0, None, HKV, HEADS_PER_KV, HEAD_DIM, 1, SPEC, True, False,
+                    lse_partial_ptr, qk_scale, program, num_outputs, None, (blocks_ptr, count), None, None,
+                    seq_lens_ptr, sliding_window, None, None, count > 0, None, HKV, HEADS_PER_KV, HEAD_DIM, 1, SPEC,
+                    True, False,
                 )  # fmt: skip
                 slot = recall_part + SPEC_PARTS
             else:
-                first, end, count = spec_part_tokens(part, sink, window, seq_len, chunk_size, SPEC_N, SPEC_PARTS)
+                first, end, count = spec_part_tokens(
+                    part, range_first, sink, window, seq_len, chunk_size, SPEC_N, SPEC_PARTS, reach
+                )
                 o, lse, _, _ = _attend_run(
                     long_streams if SPEC_N > BLOCK_N else streams, q_ptr, q_tile, warp_buffer, (output, first, end),
                     (window, seq_len, 0), count, tiles_done, o_partial_ptr, lse_partial_ptr, qk_scale, program,
-                    num_outputs, None, None, None, None, None, None, count > 0, None, HKV, HEADS_PER_KV, HEAD_DIM, 1,
-                    SPEC, True, False,
+                    num_outputs, None, None, None, None, seq_lens_ptr, sliding_window, None, None, count > 0, None, HKV,
+                    HEADS_PER_KV, HEAD_DIM, 1, SPEC, True, False,
                 )  # fmt: skip
             tiles_done += count
-            indices = _partial_indices(o)
+            indices = partial_indices(o)
             if RECALL_PARTS > 0:
                 o = gl.where((lse > float("-inf"))[None, :], o, 0.0)  # a part without blocks has weight 0
             if RECALL_PARTS == 0 or epoch is not None:
@@ -556,7 +499,7 @@ def lean_sm90_kernel(
         # 3. The run of this program. `_attend_run` stores the partials of all outputs but the last.
         is_long, rest_tiles, total_rest, _, schedule = build_schedule(
             lengths, num_requests, chunk_size, HKV, PROGRAMS, B_PAD, BLOCK_N, LONG, SPEC, SPEC_PARTS, PHASE,
-            RECALL_PARTS, RECALL,
+            RECALL_PARTS, RECALL, reach,
         )  # fmt: skip
         tile, run_end, num_spec_items, _ = program_work(program, num_spec, schedule, PROGRAMS, SPEC, PHASE)
         if SPEC and PHASE == ALL:
@@ -570,7 +513,7 @@ def lean_sm90_kernel(
             request, first_tile = locate(tile, tl.cumsum(rest_tiles, 0))
             request = gl.minimum(request, num_requests - 1)  # a program without tiles
             first_output = request * HKV
-            sink, window = token_ranges(gl.load(seq_lens_ptr + request), chunk_size, SPEC)
+            _, sink, window = token_ranges(gl.load(seq_lens_ptr + request), chunk_size, SPEC, reach)
         rest = count_tiles(window - sink, is_long, BLOCK_N)
         head = head_of_tile(tile - first_tile, rest, HKV)
         first_tile += head * rest
@@ -584,16 +527,18 @@ def lean_sm90_kernel(
             block_lse = block_lse_ptr, num_blocks
         if LONG > 0 and is_long:
             o, lse, output, is_whole = _attend_run(
-                long_streams, *args, batch, None, block_lse, row_lens_ptr, out_ptr, out_lse_ptr, tile == first_tile,
-                was_delayed, HKV, HEADS_PER_KV, HEAD_DIM, ROWS, SPEC, False, PREFETCH_TILE,
+                long_streams, *args, batch, None, block_lse, row_lens_ptr, seq_lens_ptr, sliding_window, out_ptr,
+                out_lse_ptr, tile == first_tile, was_delayed, HKV, HEADS_PER_KV, HEAD_DIM, ROWS, SPEC, False,
+                PREFETCH_TILE,
             )  # fmt: skip
         else:
             o, lse, output, is_whole = _attend_run(
-                streams, *args, batch, None, block_lse, row_lens_ptr, out_ptr, out_lse_ptr, tile == first_tile,
-                was_delayed, HKV, HEADS_PER_KV, HEAD_DIM, ROWS, SPEC, False, PREFETCH_TILE,
+                streams, *args, batch, None, block_lse, row_lens_ptr, seq_lens_ptr, sliding_window, out_ptr,
+                out_lse_ptr, tile == first_tile, was_delayed, HKV, HEADS_PER_KV, HEAD_DIM, ROWS, SPEC, False,
+                PREFETCH_TILE,
             )  # fmt: skip
         if tile < run_end:
             store_output(
                 o, lse, output, is_whole, o_partial_ptr, lse_partial_ptr, program, out_ptr, out_lse_ptr,
-                *_partial_indices(o), HKV, HEADS_PER_KV, HEAD_DIM, ROWS,
+                *partial_indices(o), HKV, HEADS_PER_KV, HEAD_DIM, ROWS,
             )  # fmt: skip

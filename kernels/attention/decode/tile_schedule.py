@@ -7,6 +7,8 @@ Terms (the method is described in lean_decode.py):
   recalled blocks, further parts are over those blocks; their tokens are part of the rest, too.
 - *rest*: the tokens of an output outside sink and window; without speculation, all tokens. The rests of all outputs
   form one row of tiles, in the order of the outputs.
+- *reach*: with a sliding window, the newest tokens of a request that some row of it attends to; None without one. All
+  ranges begin at the block of 64 tokens that holds the first of them. Tokens in front of a row's window are masked.
 - *run*: the consecutive tiles of that row that one program computes.
 - *leader*: a program that begins with a spec item. Its run is shorter by the cost of that item. *Follower*: any other
   program. If there are at least as many spec items as programs, no program is a leader.
@@ -46,9 +48,11 @@ __all__ = [
     "KV_BLOCK",
     "build_schedule",
     "request_ranges",
+    "rows_reach",
     "program_of_tile",
     "query_row",
     "start_after",
+    "count_hidden",
     "count_tiles",
     "output_tiles",
     "token_ranges",
@@ -79,18 +83,43 @@ WHOLE_SHARE = tl.constexpr(16)
 
 
 @triton.jit
-def token_ranges(seq_len, chunk_size, SPEC: tl.constexpr):
-    """Return (sink, window): `A~` covers tokens `[0, sink)` and `[window, seq_len)`, the rest is `[sink, window)`.
+def token_ranges(seq_len, chunk_size, SPEC: tl.constexpr, reach=None):
+    """Return (first, sink, window): `A~` covers tokens `[first, sink)` and `[window, seq_len)`, the rest lies between.
 
-    Without speculation the rest is all tokens.
+    Without speculation the rest is all tokens from `first` on.
     """
+    first = seq_len * 0
+    if reach is not None:
+        first = tl.maximum(seq_len - reach, 0) // KV_BLOCK * KV_BLOCK
     if SPEC:
         sink = tl.minimum(chunk_size, seq_len)
+        if reach is not None:
+            sink = tl.maximum(sink, first)
         window = tl.maximum(sink, tl.maximum(seq_len - chunk_size, 0) // WINDOW_ALIGN * WINDOW_ALIGN)
     else:
-        sink = seq_len * 0
+        sink = first
         window = seq_len
-    return sink, window
+    return first, sink, window
+
+
+@triton.jit
+def rows_reach(sliding_window, ROWS: tl.constexpr):
+    """Reach of ROWS rows of a request, which end up to ROWS - 1 tokens before its last one; None without a window."""
+    reach = None
+    if sliding_window is not None:
+        reach = sliding_window + (ROWS - 1)
+    return reach
+
+
+@triton.jit
+def count_hidden(blocks, is_entry, first_visible):
+    """Number of listed blocks in front of a sliding window that begins at `first_visible`. They come first in a list.
+
+    Args:
+        blocks: [n], a list in ascending order, then -1.  is_entry: [n].
+    """
+    is_hidden = is_entry & (blocks >= 0) & (blocks * KV_BLOCK + KV_BLOCK <= first_visible)
+    return tl.sum(is_hidden.to(tl.int32), 0)
 
 
 @triton.jit
@@ -235,12 +264,12 @@ def locate(tile, tiles_end):
 
 @triton.jit
 def request_ranges(
-    request, seq_lens, chunk_size, is_long, B_PAD: tl.constexpr, BLOCK_N: tl.constexpr, SPEC: tl.constexpr
+    request, seq_lens, chunk_size, is_long, B_PAD: tl.constexpr, BLOCK_N: tl.constexpr, SPEC: tl.constexpr, reach=None
 ):
-    """Return (sink, window, seq_len, tiles in the rest of each head) of a request; seq_lens: [B_PAD]."""
+    """Return (first, sink, window, seq_len, tiles in the rest of each head) of a request; seq_lens: [B_PAD]."""
     seq_len = tl.sum(tl.where(tl.arange(0, B_PAD) == request, seq_lens, 0), 0)
-    sink, window = token_ranges(seq_len, chunk_size, SPEC)
-    return sink, window, seq_len, count_tiles(window - sink, is_long, BLOCK_N)
+    first, sink, window = token_ranges(seq_len, chunk_size, SPEC, reach)
+    return first, sink, window, seq_len, count_tiles(window - sink, is_long, BLOCK_N)
 
 
 @triton.jit
@@ -287,29 +316,38 @@ def _part_tiles(chunk_size, SPEC_N: tl.constexpr, SPEC_PARTS: tl.constexpr):
 
 
 @triton.jit
-def num_spec_parts(sink, window_tokens, chunk_size, SPEC_N: tl.constexpr, SPEC_PARTS: tl.constexpr):
-    """Number of parts of `A~` that have tiles. With several parts, `sink` and `window_tokens` (counts) are [1]."""
+def num_spec_parts(sink_tokens, window_tokens, chunk_size, SPEC_N: tl.constexpr, SPEC_PARTS: tl.constexpr):
+    """Number of parts of `A~` that have tiles. With several parts, the numbers of tokens are [1]."""
     parts = 1
     if SPEC_PARTS > 1:
         part_tiles = _part_tiles(chunk_size, SPEC_N, SPEC_PARTS)
-        tiles = tl.sum(_cdiv_const(sink, SPEC_N) + _cdiv_const(window_tokens, SPEC_N), 0)
+        tiles = tl.sum(_cdiv_const(sink_tokens, SPEC_N) + _cdiv_const(window_tokens, SPEC_N), 0)
         for part in tl.static_range(1, SPEC_PARTS):
             parts += (part * part_tiles < tiles).to(tl.int32)
     return parts
 
 
 @triton.jit
-def spec_part_tokens(part, sink, window, seq_len, chunk_size, SPEC_N: tl.constexpr, SPEC_PARTS: tl.constexpr):
-    """Return (first, end, tiles) of a part of `A~`: tokens [first, end), then on from `window`; `tiles` in all."""
-    sink_tiles = _cdiv_const(sink, SPEC_N)
+def spec_part_tokens(
+    part, first, sink, window, seq_len, chunk_size, SPEC_N: tl.constexpr, SPEC_PARTS: tl.constexpr, reach=None
+):
+    """Return (first, end, tiles) of a part of `A~`: tokens [first, end), then on from `window`; `tiles` in all.
+
+    Args:
+        first, sink, window: from `token_ranges`.
+    """
+    sink_first = 0
+    if reach is not None:
+        sink_first = first
+    sink_tiles = _cdiv_const(sink - sink_first, SPEC_N)
     tiles = sink_tiles + _cdiv_const(seq_len - window, SPEC_N)
-    first, end = 0, sink
+    first, end = sink_first, sink
     if SPEC_PARTS > 1:
         part_tiles = _part_tiles(chunk_size, SPEC_N, SPEC_PARTS)
         first = part * part_tiles
         tiles = tl.minimum(tiles - first, part_tiles)
         end = tl.where(first < sink_tiles, sink, seq_len)
-        first = first * SPEC_N + tl.where(first < sink_tiles, 0, window - sink_tiles * SPEC_N)
+        first = first * SPEC_N + tl.where(first < sink_tiles, sink_first, window - sink_tiles * SPEC_N)
     return first, end, tiles
 
 
@@ -395,7 +433,7 @@ def load_seq_lens(seq_lens_ptr, num_requests, B_PAD: tl.constexpr):
 def build_schedule(
     seq_lens, num_requests, chunk_size, HKV: tl.constexpr, PROGRAMS: tl.constexpr, B_PAD: tl.constexpr,
     BLOCK_N: tl.constexpr, LONG: tl.constexpr, SPEC: tl.constexpr, SPEC_PARTS: tl.constexpr, PHASE: tl.constexpr,
-    RECALL_PARTS: tl.constexpr = 0, RECALL: tl.constexpr = 0,
+    RECALL_PARTS: tl.constexpr = 0, RECALL: tl.constexpr = 0, reach=None,
 ):  # fmt: skip
     """Compute the schedule and all other values that depend on the lengths [B_PAD] alone.
 
@@ -408,9 +446,9 @@ def build_schedule(
         schedule: from `_divide_work`.
     """
     SPEC_N: tl.constexpr = spec_block_n(BLOCK_N, LONG)
-    sink, window = token_ranges(seq_lens, chunk_size, SPEC)
+    first, sink, window = token_ranges(seq_lens, chunk_size, SPEC, reach)
     num_outputs = HKV if B_PAD == 1 else num_requests * HKV
-    parts = num_spec_parts(sink, seq_lens - window, chunk_size, SPEC_N, SPEC_PARTS)
+    parts = num_spec_parts(sink - first, seq_lens - window, chunk_size, SPEC_N, SPEC_PARTS)
     part_tiles = tl.minimum(_part_tiles(chunk_size, SPEC_N, SPEC_PARTS), 2 * _cdiv_const(chunk_size, SPEC_N))
     if RECALL_PARTS > 0:
         part_tiles = tl.maximum(part_tiles, recall_part_blocks(RECALL, RECALL_PARTS) * KV_BLOCK // SPEC_N)

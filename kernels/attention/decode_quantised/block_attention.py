@@ -48,11 +48,20 @@ def empty_softmax(HEADS: tl.constexpr, W: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
-def _block_max(s):
-    """Maximum over the block of the scores of a head, (n) in lanes."""
-    block_max = s[0]
+def _hidden_tokens(count):
+    """What tokens of each warp's block a lane must not see: the token 8 n + g is visible if the result is <= 8 n.
+
+    count: [W], tokens at the start of the block that are masked.
+    """
+    return count[:, None] - tl.arange(0, 32)[None, :] // 4
+
+
+@triton.jit
+def _block_max(s, hidden):
+    """Maximum over the visible tokens of the block of the scores of a head, (n) in lanes; hidden: None, all are."""
+    block_max = s[0] if hidden is None else tl.where(hidden <= 0, s[0], EMPTY_MAX)
     for n in tl.static_range(1, TOKENS // 8):
-        block_max = tl.maximum(block_max, s[n])
+        block_max = tl.maximum(block_max, s[n] if hidden is None else tl.where(hidden <= 8 * n, s[n], EMPTY_MAX))
     return reduce_rows(block_max, "max")
 
 
@@ -85,6 +94,7 @@ def attend_blocks(
     scales_ptr,  # of this output
     blocks,  # as for `block_index`; there are some
     block_lse,  # None, or (pointer of [NB, 4, HEADS_PER_KV] fp32, enabled): written for each block if enabled
+    first_visible,  # tokens before this one are masked; each block has a later one. None: all are visible
     cutoff,  # of SAS weights, relative to the maximum so far
     buffers,  # of `init_buffers`; with BULK the copies of the first tile are already issued
     parity,  # barrier phase of the first tile; it alternates from tile to tile
@@ -114,6 +124,9 @@ def attend_blocks(
             values = read_values(side_pointer(records_ptr, tile, blocks, FORMAT, True, W, D, BITS), FORMAT, D, BITS)
         next_k_scale, next_v_scale = load_scales(scales_ptr, tile + 1, blocks, W)
         s, offset = scores(query, query_scale, keys, FORMAT, D, BITS, C)
+        hidden = None
+        if first_visible is not None:
+            hidden = _hidden_tokens(first_visible - block_index(tile, warps, blocks, W) * TOKENS)
         if BULK:
             values = read_values(await_side(buffers, parity, True, W, D), FORMAT, D, BITS)
             copy_side(buffers, records_ptr, tile + 1, blocks, BITS, more, values[-1], FORMAT, True, W, D)
@@ -122,7 +135,7 @@ def attend_blocks(
         p, alphas, betas, new_maxima, block_maxima = (), (), (), (), ()
         for c in tl.static_range(C):
             unit = k_scale[:, None] * query_scale[0][c]
-            code_max = _block_max(s[c])
+            code_max = _block_max(s[c], hidden)
             block_max = (code_max + offset[c]) * unit
             if W > 1:
                 block_max = tl.where(valid, block_max, float("-inf"))
@@ -135,7 +148,10 @@ def attend_blocks(
             for n in tl.static_range(TOKENS // 8):
                 x = s[c][n] * unit - code_max
                 # The cutoff is relative to the maximum so far, not to the block's maximum.
-                p = p + (sas_exp2(x, cutoff + (new_max - block_max)) if SAS else tl.exp2(x),)  # noqa: RUF005
+                weight = sas_exp2(x, cutoff + (new_max - block_max)) if SAS else tl.exp2(x)
+                if hidden is not None:
+                    weight = tl.where(hidden <= 8 * n, weight, 0.0)
+                p = p + (weight,)  # noqa: RUF005
         maxima = new_maxima
         if block_lse is not None:
             _store_block_lse(p, block_maxima, block_lse, block_index(tile, warps, blocks, W), valid, HEADS_PER_KV, C)

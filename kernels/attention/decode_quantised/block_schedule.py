@@ -3,6 +3,7 @@
 - *output*: a (request, KV head) with all query heads of that KV head; numbered `request * HKV + head`.
 - *tile*: WARPS blocks of 64 tokens of one output, one block for each warp.
 - *rest*: the blocks of an output outside sink and window, and without speculation the tail; computed in tiles.
+- *sliding window*: if there is one, all ranges begin at the block of its first token; tokens in front of it are masked.
 - *lead-in*: tiles without work before each output's rest. They represent the cost of its `A~`, or of its tail.
 - *run*: the consecutive tiles of one program.
 - *spec item*: `A~` of an output, or one part of it.
@@ -51,19 +52,24 @@ def pick(values, index):
 
 
 @triton.jit
-def _block_ranges(seq_len, chunk_blocks, SPEC: tl.constexpr):
-    """Return sink, window, full: `A~` covers blocks `[0, sink)`, `[window, full)` and the tail; the rest lies between.
+def _block_ranges(seq_len, chunk_blocks, SPEC: tl.constexpr, sliding_window=None):
+    """Return first, sink, window, full: `A~` covers blocks `[first, sink)`, `[window, full)` and the tail.
 
-    Without speculation the rest is the tail and all blocks `[0, full)`.
+    The rest lies between. Without speculation it is the tail and all blocks `[first, full)`.
     """
     full = tl.maximum(seq_len - 1, 0) // TOKENS
+    first = tl.zeros_like(full)
+    if sliding_window is not None:
+        first = tl.maximum(seq_len - sliding_window, 0) // TOKENS
     if SPEC:
         sink = tl.minimum(chunk_blocks, full)
+        if sliding_window is not None:
+            sink = tl.maximum(sink, first)
         window = tl.maximum(sink, tl.maximum(seq_len - chunk_blocks * TOKENS, 0) // TOKENS)
     else:
-        sink = tl.zeros_like(full)
+        sink = first
         window = full
-    return sink, window, full
+    return first, sink, window, full
 
 
 @triton.jit
@@ -95,7 +101,7 @@ def program_of_tile(tile, used, total):
 def build_schedule(
     seq_lens, output_mask, chunk_blocks, OUTPUTS: tl.constexpr, PROGRAMS: tl.constexpr, WARPS: tl.constexpr,
     SPEC: tl.constexpr, SPEC_PARTS: tl.constexpr, PHASE: tl.constexpr, RECALL: tl.constexpr = 0,
-    RECALL_PARTS: tl.constexpr = 0,
+    RECALL_PARTS: tl.constexpr = 0, sliding_window=None,
 ):  # fmt: skip
     """Compute the schedule from the lengths of all outputs.
 
@@ -113,7 +119,7 @@ def build_schedule(
     """
     outputs = tl.arange(0, seq_lens.shape[0])
     OWN_TAIL: tl.constexpr = 0 if SPEC else 1
-    sink, window, _ = _block_ranges(seq_lens, chunk_blocks, SPEC)
+    _, sink, window, _ = _block_ranges(seq_lens, chunk_blocks, SPEC, sliding_window)
     rest_tiles = tl.where(output_mask, tl.cdiv(window - sink, WARPS) + OWN_TAIL, 0)
     if PHASE == PREDICTOR:
         rest_tiles = tl.zeros_like(rest_tiles)
@@ -166,7 +172,7 @@ def spec_items_before(
 @triton.jit
 def item_blocks(
     is_spec, part, parts, tile, run_end, rest_start, seq_len, chunk_blocks, SPEC: tl.constexpr,
-    SPEC_PARTS: tl.constexpr, WARPS: tl.constexpr,
+    SPEC_PARTS: tl.constexpr, WARPS: tl.constexpr, sliding_window=None,
 ):  # fmt: skip
     """Return the blocks of a work item: a spec item, or tiles of one output's rest.
 
@@ -180,7 +186,7 @@ def item_blocks(
         has_tail: whether the item includes the tail.
         full: number of full blocks of the output.
     """
-    sink, window, full = _block_ranges(seq_len, chunk_blocks, SPEC)
+    sink_first, sink, window, full = _block_ranges(seq_len, chunk_blocks, SPEC, sliding_window)
     OWN_TAIL: tl.constexpr = 0 if SPEC else 1
     first_tile = tile - rest_start
     first = sink + tl.maximum(first_tile - OWN_TAIL, 0) * WARPS
@@ -188,8 +194,8 @@ def item_blocks(
     count, second = split, first
     if SPEC:
         has_tail = is_spec
-        first, split = tl.where(is_spec, 0, first), tl.where(is_spec, sink, split)
-        count = tl.where(is_spec, sink + full - window, split)
+        first, split = tl.where(is_spec, sink_first, first), tl.where(is_spec, sink - sink_first, split)
+        count = tl.where(is_spec, sink - sink_first + full - window, split)
         if SPEC_PARTS > 1:
             has_tail &= part == 0
             count = tl.where(has_tail & (parts > 1), 0, count)

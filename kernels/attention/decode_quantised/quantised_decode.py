@@ -151,8 +151,9 @@ def quantised_decode_attention(
     Args:
         q: [B, Hq, D] bf16, fp16 or fp32, contiguous, 16-byte aligned, absolute values below 2^100; D 64 or 128, at most
             8 query heads per KV head.
-        layer: the cache; read only. `bits` and `offset` are read before the wait for the previous kernel, in every kind
-            of launch: no kernel that may still run may write them. Only the prompt writes them.
+        layer: the cache; read only. Tokens in front of its sliding window are not read. `bits` and `offset` are read
+            before the wait for the previous kernel, in every kind of launch: no kernel that may still run may write
+            them. Only the prompt writes them.
         seq_lens: [B] int32 on the device, 1 .. 64 NB + 63; read by the kernel, so a captured launch serves any lengths.
         sm_scale: softmax scale.
         workspace: of this shape.
@@ -213,6 +214,7 @@ def quantised_decode_attention(
         gate,
         lists,
         weights,
+        layer.sliding_window,
         layer.num_blocks,
         num_recall_blocks(spec) if block_lse is None else block_lse.shape[2],
         sm_scale * math.log2(math.e),
@@ -230,9 +232,8 @@ def quantised_decode_attention(
     set_l1_carveout(compiled, settings.per_sm)
     if phase == "predictor" and not options["RECALL"]:
         return
-    launch_combine(
-        quantised_combine_kernel, seq_lens, workspace, out, lse, spec, gate, (chunk_blocks,), head_dim, options
-    )
+    scalars = (layer.sliding_window, chunk_blocks)
+    launch_combine(quantised_combine_kernel, seq_lens, workspace, out, lse, spec, gate, scalars, head_dim, options)
 
 
 def _check(

@@ -10,7 +10,14 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from alspec.kernels.attention.decode.combine import await_partials, combine_output
-from alspec.kernels.attention.decode.tile_schedule import PREDICTOR, REST, locate, recall_part_blocks, start_after
+from alspec.kernels.attention.decode.tile_schedule import (
+    PREDICTOR,
+    REST,
+    count_hidden,
+    locate,
+    recall_part_blocks,
+    start_after,
+)
 from alspec.kernels.attention.decode_quantised.block_attention import attend_blocks, empty_softmax
 from alspec.kernels.attention.decode_quantised.block_schedule import (
     build_schedule,
@@ -85,19 +92,25 @@ def _send_spec(
 
 
 @triton.jit
-def _with_listed(blocks, list_ptr, recall_part, is_recall, RECALL: tl.constexpr, RECALL_PARTS: tl.constexpr):
+def _with_listed(
+    blocks, list_ptr, recall_part, is_recall, first_visible, RECALL: tl.constexpr, RECALL_PARTS: tl.constexpr
+):
     """Return the blocks of a work item with the list from which a part over recalled blocks reads them.
 
     Args:
         blocks: of `item_blocks`.  list_ptr: list of the output.  recall_part: which part, if `is_recall`.
+        first_visible: first token of the sliding window, or None; blocks in front of it are left out.
     """
     BLOCKS: tl.constexpr = recall_part_blocks(RECALL, RECALL_PARTS)
     first = tl.where(is_recall, recall_part, 0) * BLOCKS
     entries = tl.arange(0, 32)
-    listed = tl.load(
-        list_ptr + first + entries, mask=is_recall & (entries < BLOCKS) & (first + entries < RECALL), other=-1
-    )
-    count = tl.where(is_recall, tl.sum((listed >= 0).to(tl.int32), 0), blocks[3])
+    is_entry = is_recall & (entries < BLOCKS) & (first + entries < RECALL)
+    listed = tl.load(list_ptr + first + entries, mask=is_entry, other=-1)
+    count = tl.sum((listed >= 0).to(tl.int32), 0)
+    if first_visible is not None:
+        hidden = count_hidden(listed, is_entry, first_visible)
+        first, count = first + hidden, count - hidden
+    count = tl.where(is_recall, count, blocks[3])
     first_block, split = tl.where(is_recall, 0, blocks[0]), tl.where(is_recall, 0, blocks[1])
     return first_block, split, blocks[2], count, list_ptr + first, is_recall
 
@@ -159,7 +172,7 @@ def program_work(
 @triton.jit
 def _attend_item(
     buffers, parity, query_parity, q_ptr, output, qk_scale, records, width, scales, blocks, block_lse, tail,
-    tail_scale_ptr, has_tail, tail_tokens, cutoff, FORMAT: tl.constexpr, HEADS_PER_KV: tl.constexpr,
+    tail_scale_ptr, has_tail, tail_tokens, first_visible, cutoff, FORMAT: tl.constexpr, HEADS_PER_KV: tl.constexpr,
     HEADS: tl.constexpr, WARPS: tl.constexpr, D: tl.constexpr, SAS: tl.constexpr, BULK: tl.constexpr,
     BULK_Q: tl.constexpr,
 ):  # fmt: skip
@@ -170,7 +183,8 @@ def _attend_item(
         records, scales, tail, tail_scale_ptr: of the output.  width: bits of a code.
         block_lse: as for `attend_blocks`.
         blocks, has_tail: of `item_blocks`; with BULK the copies of the first records are already issued.
-        tail_tokens: tokens in the tail.  cutoff: of `sas_exp2`.  BULK_Q: whether q comes through shared memory.
+        tail_tokens: as for `attend_tail`.  first_visible: as for `attend_blocks`.
+        cutoff: of `sas_exp2`.  BULK_Q: whether q comes through shared memory.
     Returns:
         o, lse: of `combine_warps`.  parity, query_parity: for the next work item.
     """
@@ -186,20 +200,20 @@ def _attend_item(
         # Heads may have 2 or 4 bits, known only here: the kernel contains both loops.
         if has_own_bits(FORMAT) and (width == 2):
             maxima, state, parity = attend_blocks(
-                maxima, state, query, qk_scale, records, scales, blocks, block_lse, cutoff, buffers, parity,
-                FORMAT, HEADS_PER_KV, HEADS, 2, WARPS, D, SAS, BULK,
+                maxima, state, query, qk_scale, records, scales, blocks, block_lse, first_visible, cutoff, buffers,
+                parity, FORMAT, HEADS_PER_KV, HEADS, 2, WARPS, D, SAS, BULK,
             )  # fmt: skip
         else:
             maxima, state, parity = attend_blocks(
-                maxima, state, query, qk_scale, records, scales, blocks, block_lse, cutoff, buffers, parity,
-                FORMAT, HEADS_PER_KV, HEADS, 4, WARPS, D, SAS, BULK,
+                maxima, state, query, qk_scale, records, scales, blocks, block_lse, first_visible, cutoff, buffers,
+                parity, FORMAT, HEADS_PER_KV, HEADS, 4, WARPS, D, SAS, BULK,
             )  # fmt: skip
     o, lse = combine_warps(buffers, maxima, state, HEADS, WARPS, D, BULK)
     return o, lse, parity, query_parity
 
 
 # Not specialised, because no code depends on their divisibility: one kernel serves every capacity and chunk size.
-@triton.jit(do_not_specialize=["num_blocks", "chunk_blocks"], do_not_specialize_on_alignment=PER_HEAD)
+@triton.jit(do_not_specialize=["num_blocks", "chunk_blocks", "sliding_window"], do_not_specialize_on_alignment=PER_HEAD)
 def quantised_decode_kernel(
     q_ptr,  # [B, Hkv * HEADS_PER_KV, D]
     records_ptr,  # [W] int32
@@ -219,6 +233,7 @@ def quantised_decode_kernel(
     gate_ptr,  # [1] int32 or None
     recalled_ptr,  # [B, Hkv, RECALL] int32, blocks in ascending order, then -1; or None
     block_lse_ptr,  # [B, Hkv, NB of its own, 4, HEADS_PER_KV] fp32: log2 of the weights of each block; or None
+    sliding_window,  # newest tokens that each row attends to; None: all
     num_blocks,  # NB
     num_recall_blocks,  # NB of block_lse
     qk_scale,  # sm_scale log2(e)
@@ -272,7 +287,7 @@ def quantised_decode_kernel(
     BULK_Q: tl.constexpr = BULK and q_ptr.dtype.element_ty.primitive_bitwidth == 16
     rest_tiles, rest_ends, row_starts, lead_in, parts, used, total = build_schedule(
         seq_lens, output_mask, chunk_blocks, OUTPUTS // SCHEDULES, PROGRAMS // SCHEDULES, WARPS, SPEC, SPEC_PARTS,
-        PHASE, RECALL, RECALL_PARTS,
+        PHASE, RECALL, RECALL_PARTS, sliding_window,
     )  # fmt: skip
     tile, run_end, spec_item, spec_items_end, items_left = program_work(
         program, rest_tiles, rest_ends, row_starts, lead_in, parts, used, total, SPEC, SPEC_PARTS, PHASE, RECALL,
@@ -305,12 +320,18 @@ def quantised_decode_kernel(
         width = pick(bits, local_output)
         output = first_output + local_output
         blocks, has_tail, full = item_blocks(
-            is_spec, part, parts, tile, run_end, rest_start, seq_len, chunk_blocks, SPEC, SPEC_PARTS, WARPS
-        )
+            is_spec, part, parts, tile, run_end, rest_start, seq_len, chunk_blocks, SPEC, SPEC_PARTS, WARPS,
+            sliding_window,
+        )  # fmt: skip
+        first_visible = None
+        if sliding_window is not None:
+            first_visible = seq_len - sliding_window
         is_recall = False
         if RECALL_PARTS > 0:
             is_recall = is_spec & (part >= parts)
-            blocks = _with_listed(blocks, recalled_ptr + output * RECALL, part - parts, is_recall, RECALL, RECALL_PARTS)
+            blocks = _with_listed(
+                blocks, recalled_ptr + output * RECALL, part - parts, is_recall, first_visible, RECALL, RECALL_PARTS
+            )
             has_tail = has_tail & (part < parts)
             part = tl.where(part < parts, part, part - parts + SPEC_PARTS)
         block_lse = None
@@ -339,10 +360,14 @@ def quantised_decode_kernel(
         # 3. Attention over the tail and the records.
         # The cutoff depends on this request's length now, not on the cache's capacity or the length at capture.
         cutoff = sas_cutoff(seq_len) if SAS else 0.0
+        tail_scale = tail_scale_ptr + head * 2
+        tail_tokens = (seq_len - full * TOKENS,)
+        if sliding_window is not None:
+            tail_tokens = tail_tokens[0], first_visible - full * TOKENS
         o, lse, parity, query_parity = _attend_item(
             buffers, parity, query_parity, q_ptr, output, qk_scale, records, width, scales, blocks, block_lse, tail,
-            tail_scale_ptr + head * 2, has_tail, seq_len - full * TOKENS, cutoff, FORMAT, HEADS_PER_KV, HEADS, WARPS,
-            D, SAS, BULK, BULK_Q,
+            tail_scale, has_tail, tail_tokens, first_visible, cutoff, FORMAT, HEADS_PER_KV, HEADS, WARPS, D, SAS, BULK,
+            BULK_Q,
         )  # fmt: skip
 
         # 4. Write the partial; send A~ to its receiver as well.
@@ -367,6 +392,7 @@ def partials_to_combine(
     seq_lens_ptr, output, chunk_blocks, HKV: tl.constexpr, OUTPUTS: tl.constexpr, SCHEDULES: tl.constexpr,
     OUTPUTS_PAD: tl.constexpr, PROGRAMS: tl.constexpr, WARPS: tl.constexpr, SPEC: tl.constexpr,
     SPEC_PARTS: tl.constexpr, PHASE: tl.constexpr, RECALL: tl.constexpr = 0, RECALL_PARTS: tl.constexpr = 0,
+    sliding_window=None,
 ):  # fmt: skip
     """Return the first partial of an output's rest, their number, and the number of parts of its `A~`."""
     local_output = output % (OUTPUTS // SCHEDULES)
@@ -375,7 +401,7 @@ def partials_to_combine(
     seq_lens = tl.load(seq_lens_ptr + outputs // HKV, mask=output_mask, other=0)
     rest_tiles, _, row_starts, _, parts, used, total = build_schedule(
         seq_lens, output_mask, chunk_blocks, OUTPUTS // SCHEDULES, PROGRAMS // SCHEDULES, WARPS, SPEC, SPEC_PARTS,
-        PHASE, RECALL, RECALL_PARTS,
+        PHASE, RECALL, RECALL_PARTS, sliding_window,
     )  # fmt: skip
     # The rest of an output is one range of tiles; the runs that overlap it use consecutive partials.
     num_tiles, row_start = pick(rest_tiles, local_output), pick(row_starts, local_output)
@@ -385,7 +411,7 @@ def partials_to_combine(
     return partial, tl.where(num_tiles > 0, last_run - first_run + 1, 0), parts
 
 
-@triton.jit(do_not_specialize=["chunk_blocks"])
+@triton.jit(do_not_specialize=["chunk_blocks", "sliding_window"])
 def quantised_combine_kernel(
     seq_lens_ptr,  # [B] int32
     o_partial_ptr,  # [G + (1 + SPEC_PARTS) B Hkv, HEADS_PER_KV, D] fp32, of `quantised_decode_kernel`
@@ -394,6 +420,7 @@ def quantised_combine_kernel(
     lse_ptr,  # [B, Hkv * HEADS_PER_KV] fp32
     sums_ptr,  # [B, Hkv * HEADS_PER_KV * SLICES, 2] fp32: dist2, norm2; or None
     gate_ptr,  # [1] int32 or None
+    sliding_window,  # of the attention kernel
     chunk_blocks,  # S / 64
     HEADS_PER_KV: tl.constexpr,
     D: tl.constexpr,
@@ -433,6 +460,7 @@ def quantised_combine_kernel(
         PHASE,
         RECALL,
         RECALL_PARTS,
+        sliding_window,
     )
     if PHASE == PREDICTOR:
         runs = runs * 0

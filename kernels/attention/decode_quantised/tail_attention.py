@@ -152,7 +152,7 @@ def attend_tail(
     qk_scale,  # sm_scale log2(e)
     tail_ptr,  # [2, 64, D] int8 of this output, as int32
     scale_ptr,  # [2] fp32
-    tokens,  # number of tokens in the tail
+    tokens,  # (end,) or (end, first): tokens [first, end) of the tail are read
     cutoff,  # of SAS weights
     HEADS_PER_KV: tl.constexpr,
     HEADS: tl.constexpr,
@@ -196,7 +196,11 @@ def attend_tail(
     unbias = tl.broadcast_to(unbias[None, None, :], [W, T, COLUMNS])
     s = _columns_to_heads(tl.dot(k, q, unbias), HEADS)
     unit = k_scale * (inverse * qk_scale) * (1.0 / ULP)
-    valid = (tl.arange(0, W)[:, None] * T + tl.arange(0, T)[None, :] < tokens)[:, :, None]
+    index = tl.arange(0, W)[:, None] * T + tl.arange(0, T)[None, :]
+    valid = index < tokens[0]
+    if len(tokens) > 1:
+        valid &= index >= tokens[1]
+    valid = valid[:, :, None]
     s = tl.where(valid, s * unit[None, None, :], EMPTY_MAX)
     row_max = tl.max(s, 1)
     x = s - row_max[:, None, :]

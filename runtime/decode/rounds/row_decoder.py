@@ -69,6 +69,7 @@ class RowDecoder(Decoder):
             launch_choice(
                 self._block_lse(layers), self._lse[layers], state.committed, self.chunk_size, self.recall.lists[layers],
                 chosen_rows=state.accepted, rows=self.rows, is_apart=self._is_quantised(layers.start),
+                windows=None if self.recall.windows is None else self.recall.windows[layers],
             )  # fmt: skip
 
     def _is_quantised(self, layer: int) -> bool:

@@ -54,7 +54,7 @@ class RowForward:
         if recall_blocks:
             self._recall = RecallState.allocate(
                 cache.num_layers, cache.batch_size, num_qo_heads, cache.num_kv_heads, cache.max_context, recall_blocks,
-                attend_recall_parts(layers, recall_blocks), cache.device,
+                attend_recall_parts(layers, recall_blocks), cache.device, [layer.sliding_window for layer in layers],
             )  # fmt: skip
             shape = (cache.num_layers, cache.batch_size, num_qo_heads, cache.head_dim)
             self.last_queries = torch.zeros(shape, dtype=model.weights.embedding.dtype, device=cache.device)

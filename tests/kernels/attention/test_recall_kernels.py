@@ -39,7 +39,9 @@ def random_lists(launch: AttentionLaunch, count: int, chunk_size: int) -> Tensor
     batch, num_kv_heads = launch.k.shape[:2]
     lists = torch.full((batch, num_kv_heads, count), -1, dtype=torch.int32)
     for request, n in enumerate(launch.seq_lens.tolist()):
-        sink, window = (int(end) for end in predictor_ranges(torch.tensor(n), chunk_size))
+        # As chosen one token before: the first of these blocks may have left a sliding window.
+        before = torch.tensor(max(1, n - 1))
+        sink, window = (int(end) for end in predictor_ranges(before, chunk_size, launch.sliding_window))
         for head in range(num_kv_heads):
             between = torch.arange(sink, window, 64) // 64 if sink < window else torch.arange(0)
             wanted = count if head % 2 == 0 else int(torch.randint(count + 1, (), generator=generator))
@@ -70,7 +72,8 @@ def recalling(launch: AttentionLaunch, count: int, parts: int = 1) -> None:
 def scores_of(launch: AttentionLaunch) -> tuple[Tensor, Tensor]:
     """Scores [B, Hkv, G, N] in fp64, base 2, -inf behind each length; and which tokens are there."""
     q, k = launch.q.double().cpu(), launch.k.double().cpu()
-    there = torch.arange(k.shape[2]) < launch.seq_lens.cpu()[:, None]
+    token, n = torch.arange(k.shape[2]), launch.seq_lens.cpu()[:, None]
+    there = (token < n) & (token >= n - (launch.sliding_window or k.shape[2]))
     rows = q.unflatten(1, (k.shape[1], -1))
     scores = torch.einsum("bhgd,bhtd->bhgt", rows, k.nan_to_num()) * launch.sm_scale * math.log2(math.e)
     return scores.masked_fill(~there[:, None, None], -math.inf), there
@@ -85,7 +88,7 @@ def check(launch: AttentionLaunch, tolerance: float) -> None:
     values = launch.v.double().cpu().nan_to_num()[:, :, None]
     lists = spec.recall.lists.cpu()
     batch, num_tokens = launch.k.shape[0], launch.k.shape[2]
-    sink, window = predictor_ranges(launch.seq_lens.cpu(), spec.chunk_size)
+    sink, window = predictor_ranges(launch.seq_lens.cpu(), spec.chunk_size, launch.sliding_window)
     token = torch.arange(num_tokens)
     near = (token < sink[:, None]) | (token >= window[:, None])
     is_listed = (lists[..., None] == token // 64).any(2)
@@ -148,6 +151,30 @@ def test_quantised_attention(device: torch.device, shape: int, codec: str, num_p
         check(launch, 2e-3)
 
 
+# The window begins at token 192: a block that may be in the lists has just left it; one token earlier and later; within
+# the sink, within the recent window, and in a batch at different places.
+SLIDING = [
+    ((900,), 708), ((900,), 709), ((900,), 707), ((700,), 650), ((700,), 130), ((1100, 385, 900), 513), ((900, 64), 385)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("num_programs", fast([1, 9], keep=[9]))
+@pytest.mark.parametrize(("lengths", "sliding_window"), fast(SLIDING, keep=[SLIDING[i] for i in (0, 1, 4, 5)]))
+@pytest.mark.parametrize("kind", ["lean", "turbo-mixed"])
+def test_a_sliding_window(
+    device: torch.device, kind: str, lengths: tuple[int, ...], sliding_window: int, num_programs: int
+) -> None:
+    launch: flashq_launch.Launch | lean_launch.Launch
+    if kind == "lean":
+        launch = lean_launch.Launch.draw(lengths, 3, 2, 64, device, num_programs, S)
+    else:
+        launch = flashq_launch.draw(lengths, 3, 2, 64, device, num_programs, S, kind)
+    launch.slide(sliding_window)
+    recalling(launch, 5, parts=2 if len(lengths) == 1 and num_programs > 1 else 1)
+    launch.run()
+    check(launch, TOLERANCE[torch.float32] if kind == "lean" else 2e-3)
+
+
 @pytest.mark.parametrize("is_quantised", [False, True])
 def test_two_launches_give_the_result_of_one(device: torch.device, is_quantised: bool) -> None:
     """The predictor alone writes A~ as one tensor, from its parts."""
@@ -173,45 +200,57 @@ def test_two_launches_give_the_result_of_one(device: torch.device, is_quantised:
 
 
 @pytest.mark.skipif(HAS_CUDA, reason="compares with the interpreted kernel")
-def test_torch_operators() -> None:
+@pytest.mark.parametrize("sliding_window", [None, 300, 315, 130])
+def test_torch_operators(sliding_window: int | None) -> None:
     launch = lean_launch.Launch.draw((700, 385, 64), 3, 2, 80, torch.device("cpu"), 4, S)
+    if sliding_window is not None:
+        launch.slide(sliding_window)
     recalling(launch, 3)
     spec = launch.speculation
     assert spec is not None
     assert spec.recall is not None
     args = launch.q, launch.k, launch.v, launch.seq_lens
-    window = predictor_attention(*args, S, launch.sm_scale)
-    recalled = recalled_attention(*args, spec.recall.lists, launch.sm_scale, "exact")
+    how = launch.sm_scale, "exact", sliding_window
+    window = predictor_attention(*args, S, *how)
+    recalled = recalled_attention(*args, spec.recall.lists, *how)
     spec_out, lse = combine_partials(*(torch.stack(part) for part in zip(window, recalled, strict=True)))
-    rest_block_lse(launch.q, launch.k, launch.seq_lens, S, launch.sm_scale, "exact", spec.recall.block_lse)
+    rest_block_lse(*args[:2], launch.seq_lens, S, launch.sm_scale, "exact", spec.recall.block_lse, sliding_window)
+    by_operators = spec.recall.block_lse.clone()
     launch.run()
+    by_kernel = torch.logsumexp(spec.recall.block_lse * math.log(2), -2)
+    torch.testing.assert_close(torch.logsumexp(by_operators * math.log(2), -2), by_kernel, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(launch.spec_out, spec_out.double(), rtol=1e-5, atol=1e-6)
     check(launch, 1e-5)
     assert lse.isfinite().all()
 
 
+@pytest.mark.parametrize("windows", [(), (None, 333), (129, 600)])
 @pytest.mark.parametrize("seed", range(6))
-def test_choice_of_lists(device: torch.device, seed: int) -> None:
+def test_choice_of_lists(device: torch.device, seed: int, windows: tuple[int | None, ...]) -> None:
     """The kernel agrees with its oracle, also on ties, short and empty rests, and lists longer than the rest."""
     generator = torch.Generator().manual_seed(seed)
     num_layers, batch, num_kv_heads, heads = 2, 3, 2, (1, 3, 4, 8)[seed % 4]
     capacity, count = int(torch.randint(400, 2000, (), generator=generator)), (1, 3, 16, 5)[seed % 4]
     lengths = torch.randint(1, capacity + 1, (batch,), generator=generator)
-    state = RecallState.allocate(num_layers, batch, num_kv_heads * heads, num_kv_heads, capacity, count, 1, device)
+    state = RecallState.allocate(
+        num_layers, batch, num_kv_heads * heads, num_kv_heads, capacity, count, 1, device, windows
+    )
     assert (state.lists == -1).all()
     coarse = torch.randint(-6, 1, state.block_lse.shape, generator=generator).float()
     state.block_lse.copy_(coarse if seed % 2 else coarse + torch.rand(coarse.shape, generator=generator))
     state.lse.copy_(torch.randint(0, 3, state.lse.shape, generator=generator).float())
     choose_recall_lists(state, lengths.int().to(device), S)
-    expected = recall_lists_ref(state.block_lse.cpu(), state.lse.cpu(), lengths, S, count)
+    own_windows = None if state.windows is None else state.windows.cpu()
+    expected = recall_lists_ref(state.block_lse.cpu(), state.lse.cpu(), lengths, S, count, own_windows)
     assert torch.equal(state.lists.cpu(), expected)
     launched, peer = torch.full_like(state.lists, -7), torch.full_like(state.lists, -7)
-    launch_choice(state.block_lse, state.lse, lengths.int().to(device), S, launched, peer, None)
+    launch_choice(state.block_lse, state.lse, lengths.int().to(device), S, launched, peer, None, windows=state.windows)
     assert torch.equal(launched.cpu(), expected)
     assert torch.equal(peer.cpu(), expected)
     for layer in range(num_layers):
         for request, n in enumerate(lengths.tolist()):
-            sink, window = (int(end) for end in predictor_ranges(torch.tensor(n), S))
+            sliding_window = windows[layer] if windows else None
+            sink, window = (int(end) for end in predictor_ranges(torch.tensor(n), S, sliding_window))
             blocks = range(sink // 64, window // 64) if sink < window else range(0)
             for head in range(num_kv_heads):
                 own = slice(head * heads, (head + 1) * heads)

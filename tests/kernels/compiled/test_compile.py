@@ -65,7 +65,7 @@ def reports(capability: int, part: str) -> Reports:
 def test_every_kernel_is_compiled(capability: int, part: str) -> None:
     found = {report["kernel"] for report in reports(capability, part).values()}
     assert found == set(compiled(capability, part)["kernels"])
-    expected = {(80, "all"): 218, (90, "fast"): 122, (90, "all"): 328, (100, "all"): 218}[capability, part]
+    expected = {(80, "all"): 227, (90, "fast"): 130, (90, "all"): 346, (100, "all"): 227}[capability, part]
     assert len(reports(capability, part)) == expected
 
 
@@ -148,7 +148,7 @@ def test_warps_read_records_without_each_other(part: str) -> None:
     with barriers of all warps: 1.3 times as many instructions.
     """
     found = {name: report for name, report in reports(90, part).items() if "loops" in report}
-    assert len(found) == {"fast": 3, "all": 22}[part]
+    assert len(found) == {"fast": 4, "all": 26}[part]
     by_lanes = {"BAR": 0, "STS": 0, "STL": 0, "LDL": 0, "LDSM": 0, "SYNCS": 4, "LDG": 2}
     for name, report in found.items():
         assert report["lanes_elsewhere"] == [], name
@@ -158,8 +158,9 @@ def test_warps_read_records_without_each_other(part: str) -> None:
             reads: tuple[int, ...] = (8, 12) if "x 64" in name else (14, 22)
         else:
             loops, reads = report["loops"][:1], (reads_of_a_block(name),)
-        # A block's scales; with recalled blocks, also its place in a list, for K, V and scales of two tiles.
-        by_lanes["LDG"] = 7 if "recall" in name else 2
+        # A block's scales; with recalled blocks, also its place in a list, for K, V and scales of two tiles,
+        # and for its tokens in front of a sliding window.
+        by_lanes["LDG"] = (7 + ("window" in name)) if "recall" in name else 2
         assert loops == [by_lanes | {"LDS": count} for count in reads], name
         # Warps meet once for each head of a lane, and before the next work item; plain attention of one has none.
         heads_per_lane = 2 if "7 x" in name or "8 x" in name else 1
@@ -184,7 +185,7 @@ def test_combine_kernels_know_their_partials_when_the_wait_ends(part: str) -> No
     verdict. Shared memory is declared and not used.
     """
     found = {name: report for name, report in reports(90, part).items() if "combine" in name}
-    assert len(found) == {"fast": 5, "all": 12}[part]
+    assert len(found) == {"fast": 5, "all": 14}[part]
     for name, report in found.items():
         assert report["conversions_before"] > 0, name
         assert report["conversions_after"] == report["barriers"] == report["shared_reads"] == 0, name

@@ -1,4 +1,4 @@
-"""Rings of the newest tokens: attention, bytes, what they are refused for."""
+"""Caches of models with a sliding window: rings of the newest tokens, and whole contexts; attention and bytes."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from comparison import check
 from family_models import save_family
 
 from alspec import Engine
-from alspec.errors import UserError
 from alspec.kernels.attention.dispatch import KVLayer
 from alspec.kernels.attention.oracles import prefill_attention_ref
 from alspec.kernels.attention.torch_attention import decode_attention, window_prefill_attention
 from alspec.models.llama_config import LlamaConfig
-from alspec.runtime.cache.codecs import cache_bytes, check_window, kept_tokens, new_cache
+from alspec.runtime.cache.codecs import bytes_per_token, cache_bytes, new_cache, read_bytes, read_tokens
+from alspec.runtime.cache.kv_cache import KVCache
 from alspec.runtime.cache.window_cache import WindowCache
 
 CPU, F32 = torch.device("cpu"), torch.float32
@@ -69,32 +69,60 @@ def test_bytes(window: int, full_layers: tuple[int, ...]) -> None:
     cache = new_cache("bf16", config, 2, 3, 50, F32, CPU)
     assert isinstance(cache, WindowCache)
     assert cache.num_bytes == cache_bytes("bf16", config, 2, 3, 50, F32)
-    assert kept_tokens(config, 50) == len(full_layers) * 50 + (3 - len(full_layers)) * window
+    assert read_tokens(config, 50) == len(full_layers) * 50 + (3 - len(full_layers)) * window
     assert cache.max_context == 50
+    whole = new_cache("bf16", config, 2, 3, 50, F32, CPU, keeps_context=True)
+    assert isinstance(whole, KVCache)
+    assert whole.num_bytes == cache_bytes("bf16", config, 2, 3, 50, F32, keeps_context=True) == 3 * 3 * 50 * 2 * 8 * 4
+    assert [whole.layer(layer).sliding_window for layer in range(3)] == config.windows(50)
+
+
+@pytest.mark.parametrize(("codec", "protect"), [("bf16", 0), ("turbo4", 0), ("hybrid-k4v2", 1)])
+def test_bytes_that_a_step_reads(codec: str, protect: int) -> None:
+    """Layers with a window read no more than its tokens, in every cache; protected layers are uncompressed."""
+    config = windowed(100, (0, 3), num_layers=4).model_copy(update={"head_dim": 64})
+    per_layer = [bytes_per_token(codec, config.model_copy(update={"num_layers": n}), 1, F32) for n in (1, 2)]
+    exact = bytes_per_token("bf16", config.model_copy(update={"num_layers": 1}), 1, F32)
+    assert per_layer[1] == 2 * per_layer[0]
+    for context in (99, 101, 640):
+        outer = exact if protect else per_layer[0]
+        expected = 2 * context * outer + 2 * min(context, 100) * per_layer[0]
+        assert read_bytes(codec, config, 1, F32, context, protect) == expected
 
 
 def test_a_short_context_needs_no_ring() -> None:
     for config, context in ((windowed(50), 50), (windowed(9, (0, 1, 2)), 50)):
-        assert not isinstance(new_cache("bf16", config, 1, 1, context, F32, CPU), WindowCache)
-        for mode, codec in (("paired", "bf16"), ("simulated", "turbo4")):
-            check_window(codec, mode, config, context)
+        cache = new_cache("bf16", config, 1, 1, context, F32, CPU)
+        assert not isinstance(cache, WindowCache)
+        assert {cache.layer(layer).sliding_window for layer in range(3)} == {None}
 
 
-def test_what_does_not_serve_a_window_says_so() -> None:
-    config = windowed(9)
-    check_window("bf16", "off", config, 50)
-    with pytest.raises(UserError, match="sliding window: speculation paired does not serve the model's window of 9"):
-        check_window("bf16", "paired", config, 10)
-    with pytest.raises(UserError, match=r"kv_cache turbo4 does not .* in a context of 10; .* of up to 9 tokens$"):
-        check_window("turbo4", "off", config, 10)
+@pytest.mark.parametrize("codec", ["turbo4", "turboquant3", "hybrid-k4v2"])
+@pytest.mark.parametrize("protect", [0, 1])
+def test_layers_of_a_quantised_cache_know_their_windows(codec: str, protect: int) -> None:
+    config = windowed(70, (1,), num_layers=4).model_copy(update={"head_dim": 64})
+    cache = new_cache(codec, config, 1, 1, 200, F32, CPU, protect=protect)
+    assert [cache.layer(layer).sliding_window for layer in range(4)] == [70, None, 70, 70]
+    assert isinstance(cache.layer(0), KVLayer) == (protect == 1)
 
 
-def test_an_engine_refuses_before_it_loads(tmp_path: Path) -> None:
-    save_family(tmp_path, "mistral-window")
-    with Engine.from_pretrained(tmp_path, transport="gloo", speculation="simulated") as engine:
-        with pytest.raises(UserError, match="speculation simulated does not serve the model's window of 20 tokens"):
-            engine.generate([1] * 20, max_new_tokens=1)
-        with pytest.raises(UserError, match="context of 21"):
-            engine.load(1, 21)
-        assert engine.memory is None
-        assert isinstance(engine.generate([1] * 16, max_new_tokens=4, ignore_eos=True).token_ids, list)
+@pytest.mark.parametrize(
+    ("options", "for_turns", "has_ring"),
+    [
+        ({}, False, True),
+        ({}, True, False),
+        ({"speculation": "simulated"}, False, False),
+        ({"draft": "ngram"}, False, False),
+        ({"kv_cache": "turbo4"}, False, False),
+    ],
+)
+def test_what_reads_older_tokens_keeps_them(
+    options: dict[str, str], for_turns: bool, has_ring: bool, tmp_path: Path
+) -> None:
+    """A ring serves plain steps alone. The memory plan knows which one it is."""
+    save_family(tmp_path, "qwen2-window")
+    with Engine.from_pretrained(tmp_path, transport="gloo", dtype="fp32", **options) as engine:
+        engine.load(1, 80, for_turns=for_turns)
+        assert isinstance(engine.cache, WindowCache) == has_ring
+        assert engine.memory is not None
+        assert engine.cache.num_bytes == engine.memory.cache_bytes

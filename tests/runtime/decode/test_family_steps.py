@@ -71,13 +71,20 @@ def test_ranks_share_a_fused_step(case: str, world_size: int, num_kv_heads: int,
         assert json.loads((tmp_path / f"rank{rank}.json").read_text()) == expected
 
 
-@pytest.mark.parametrize(
-    ("codec", "world_size"), fast([("bf16", 2), ("turboquant3", 2), ("bf16", 4)], [("bf16", 2)]), ids=str
-)
-def test_a_pair_gives_the_tokens_and_verdicts_of_one_group(codec: str, world_size: int, tmp_path: Path) -> None:
-    """Fused, and over a link."""
+PAIRS = [("bf16", 2, None), ("turboquant3", 2, None), ("bf16", 4, None), ("bf16", 2, 330), ("turbo4", 2, 345)]
+
+
+@pytest.mark.parametrize(("codec", "world_size", "window"), fast(PAIRS, [PAIRS[0], PAIRS[3]]), ids=str)
+def test_a_pair_gives_the_tokens_and_verdicts_of_one_group(
+    codec: str, world_size: int, window: int | None, tmp_path: Path
+) -> None:
+    """Fused, and over a link; also with a sliding window that begins within the sink."""
     model = tmp_path / "model"
-    save_family(model, "qwen3-biases", head_dim=16 if codec == "bf16" else 64, num_hidden_layers=2, scale=0.15)
+    sizes = {"head_dim": 16 if codec == "bf16" else 64, "num_hidden_layers": 2, "scale": 0.15}
+    if window is None:
+        save_family(model, "qwen3-biases", **sizes)
+    else:
+        save_family(model, "mistral-window", sliding_window=window, **sizes)
     prompt = torch.randint(151, (360,), generator=torch.Generator().manual_seed(2)).tolist()
     case: dict[str, Any] = {
         "kv_cache": codec, "prompts": [prompt], "live_steps": [9], "thresholds": [{"value": "0.2", "steps": 3}],
@@ -95,7 +102,7 @@ def simulated(folder: Path, codec: str, prompt: list[int], threshold: float, ste
     """The reference: eager steps of one process."""
     transport = Transport(Placement(), CPU, "gloo", None)
     model = load_model(folder, transport)
-    cache = new_cache(codec, model.config, 1, 1, len(prompt) + steps + 1, torch.float32, CPU)
+    cache = new_cache(codec, model.config, 1, 1, len(prompt) + steps + 1, torch.float32, CPU, keeps_context=True)
     speculation = SpeculationConfig(threshold=threshold, chunk_size=128, predictor="window")
     eager = EagerStep(model, cache, transport, "simulated", speculation, no_hook)
     token, found = int(prefill(model, cache, transport, 0, prompt, no_hook)[0].argmax()), []

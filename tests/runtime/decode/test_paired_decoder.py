@@ -167,15 +167,16 @@ class OneRank:
 
 
 def _cache(config: LlamaConfig, codec: str, prompt: list[int] = PROMPT) -> Cache:
-    return new_cache(codec, config, 1, 1, len(prompt) + STEPS + 2, torch.float32, CPU)
+    return new_cache(codec, config, 1, 1, len(prompt) + STEPS + 2, torch.float32, CPU, keeps_context=True)
 
 
 def _recall(config: LlamaConfig, cache: Cache, recall_blocks: int) -> RecallState | None:
     if not recall_blocks:
         return None
     return RecallState.allocate(
-        config.num_layers, 1, config.num_qo_heads, config.num_kv_heads, cache.max_context, recall_blocks, 1, CPU
-    )
+        config.num_layers, 1, config.num_qo_heads, config.num_kv_heads, cache.max_context, recall_blocks, 1, CPU,
+        config.windows(cache.max_context),
+    )  # fmt: skip
 
 
 def _tensors(cache: Cache) -> dict[str, Tensor]:
@@ -225,10 +226,16 @@ def test_both_ranks_compute_the_simulated_step(codec: str, threshold: float, req
     assert verdicts == {0.0: {False}, math.inf: {True}}.get(threshold, {False, True})
 
 
-@pytest.mark.parametrize("codec", ["bf16", "turbo-mixed"])
-def test_both_ranks_recall_the_blocks_of_the_simulated_step(codec: str, request: pytest.FixtureRequest) -> None:
-    """Groups change roles, and a group reads lists that the other one chose."""
-    folder = request.getfixturevalue("small_folder" if codec == "bf16" else "turbo_folder")
+RECALLING = [("bf16", "small_folder"), ("turbo-mixed", "turbo_folder"), ("bf16", "window_folder")]
+RECALLING += [("bf16", "mixed_folder"), ("turbo-mixed", "mixed_folder"), ("turbo4", "mixed_folder")]
+
+
+@pytest.mark.parametrize(("codec", "model_folder"), fast(RECALLING, keep=[*RECALLING[:3], RECALLING[4]]))
+def test_both_ranks_recall_the_blocks_of_the_simulated_step(
+    codec: str, model_folder: str, request: pytest.FixtureRequest
+) -> None:
+    """Groups change roles, and a group reads lists that the other one chose. Also with a sliding window."""
+    folder = request.getfixturevalue(model_folder)
     config = LlamaConfig.from_folder(folder)
     weights = load_weights(Checkpoint.open(folder, config), config, Placement().shard, torch.float32, CPU)
     transport = Transport(Placement(), CPU, "gloo", None)

@@ -72,6 +72,46 @@ def test_each_turn_gives_the_oracles_tokens(tiny_folder: Path, oracle: Oracle, m
         answers(engine, held)
 
 
+@pytest.mark.parametrize("model", ["window_folder", "mixed_folder"])
+@pytest.mark.parametrize("for_turns", [True, False])
+def test_a_conversation_of_a_model_with_a_sliding_window(
+    model: str, for_turns: bool, oracle_of: Any, make_prompt: MakePrompt, request: pytest.FixtureRequest
+) -> None:
+    """Longer than the window. A ring keeps nothing, so a conversation has none; prompts may part from it anywhere."""
+    folder = request.getfixturevalue(model)
+    engine, history = engine_of(folder), make_prompt(470, 0)
+    engine.load(1, 700, for_turns=for_turns)
+    reused = []
+    for turn in range(2):
+        expected = oracle_of(folder).generate([history], [NEW], 0.0).tokens
+        assert answers(engine, history) == expected
+        reused += engine.generation.reused_tokens
+        history = history + expected[0] + make_prompt(17 + turn, turn + 1)
+    assert reused == [0, (470 + NEW - 1) * for_turns]
+    for cut in (400, 30):
+        ids = [*history[:cut], 7, 8, 9]
+        assert answers(engine, ids) == oracle_of(folder).generate([ids], [NEW], 0.0).tokens
+        assert engine.generation.reused_tokens == [cut * for_turns]
+
+
+@pytest.mark.parametrize("codec", fast(QUANTISED_CODECS, ["turbo4", "turboquant3"]))
+def test_a_quantised_cache_with_a_sliding_window_keeps_whole_blocks(
+    mixed_folder: Path, make_prompt: MakePrompt, codec: str
+) -> None:
+    """As a prompt in two chunks, of which the first one ends where the kept blocks do."""
+    engine = engine_of(mixed_folder, kv_cache=codec)
+    first = make_prompt(410, 0)
+    (answer,) = answers(engine, first)
+    goes_on = first + answer + make_prompt(50, 1)
+    (found,) = answers(engine, goes_on)
+    assert engine.generation.reused_tokens == [384]
+    fresh = build_cache(engine._choices, engine.config, engine.model_config, 1, 700)
+    transport = engine.connected()
+    prefill(engine.model, fresh, transport, 0, first if codec == "turbo-mixed" else first[:384], no_hook)
+    logits, _ = prefill(engine.model, fresh, transport, 0, goes_on, no_hook, start=384)
+    assert int(logits.argmax()) == found[0]
+
+
 def test_each_request_of_a_batch_keeps_its_own_prefix(
     tiny_folder: Path, oracle: Oracle, make_prompt: MakePrompt
 ) -> None:

@@ -129,6 +129,29 @@ def test_one_pass_recalls_what_decoding_recalls(codec: str, prompt_len: int, new
 
 
 @pytest.mark.parametrize(
+    ("codec", "recall_blocks"), fast([("bf16", 2), ("turbo4", 0), ("turbo4", 2)], [("bf16", 2), ("turbo4", 0)])
+)
+def test_one_pass_equals_decoding_with_a_sliding_window(tmp_path: Path, codec: str, recall_blocks: int) -> None:
+    """The bundled model as a Mistral. Its window leaves the sink behind while the answer is decoded."""
+    config = json.loads((DEMO_CHECKPOINT / "config.json").read_text())
+    kind = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 600}
+    (tmp_path / "config.json").write_text(json.dumps(config | kind))
+    for path in [*DEMO_CHECKPOINT.glob("*.safetensors"), DEMO_CHECKPOINT / "tokenizer.json"]:
+        shutil.copy(path, tmp_path)
+    engine = new_engine(codec, model=tmp_path, recall_blocks=recall_blocks)
+    assert engine.transport is not None
+    prompt, tokens, decoded = decode(engine, 700, 0.05, 70)
+    setting = CacheSetting(codec, recall_blocks=recall_blocks)
+    score = score_text(engine.model, engine.transport, prompt + tokens, 0.05, 128, 700, setting)
+    same = (score.hits[:, 700:769] == decoded).float().mean()
+    assert same == 1 if codec == "bf16" else same > 0.99
+    assert (score.predicted[699:] == torch.tensor(tokens)).float().mean() > (0.99 if codec == "bf16" else 0.95)
+    assert 0 < decoded.float().mean() < 1, "both verdicts must occur"
+    _, without, _ = decode(new_engine(codec, recall_blocks=recall_blocks), 700, 0.05, 70)
+    assert without != tokens, "the window must matter"
+
+
+@pytest.mark.parametrize(
     ("codec", "layers", "protect"), [*((codec, 1, 0) for codec in FORMATS if codec != "flashq"), ("hybrid-k3v2", 3, 1)]
 )
 def test_one_pass_equals_decoding_with_turboquant(tmp_path: Path, codec: str, layers: int, protect: int) -> None:

@@ -23,19 +23,27 @@ def text(num_tokens: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     return q, k.transpose(0, 1), v.transpose(0, 1)
 
 
-def step_by_step(q: Tensor, k: Tensor, v: Tensor, first: int, count: int, start: int) -> tuple[Tensor, Tensor]:
+def step_by_step(
+    q: Tensor, k: Tensor, v: Tensor, first: int, count: int, start: int, sliding_window: int | None
+) -> tuple[Tensor, Tensor]:
     """`A` and `A~` of the positions from `first` on, in fp64; masses are those of the positions from `start` on."""
     num_tokens, mass = len(q), torch.zeros(HKV, -(-len(q) // KV_TILE), dtype=torch.float64)
     rows = (q.double() * D**-0.5).unflatten(1, (HKV, -1))
     outs = []
     for n in range(start + 1, num_tokens + 1):
         scores = torch.einsum("hgd,htd->hgt", rows[n - 1], k[:, :n].double())
+        scores[..., : max(0, n - (sliding_window or n))] = -math.inf
         weights = scores.softmax(-1)
         sink_end, window_start = predictor_ranges(torch.tensor(n), S)
         token = torch.arange(n)
         read = ((token < sink_end) | (token >= window_start)).expand(HKV, n).clone()
         last_window = predictor_ranges(torch.tensor(n - 1), S)[1]
-        between = [block for block in range(mass.shape[1]) if 64 * block >= S and 64 * block + 64 <= last_window]
+        visible = max(0, n - 1 - (sliding_window or n))
+        between = [
+            block
+            for block in range(mass.shape[1])
+            if 64 * block >= S and 64 * block + 64 <= last_window and 64 * block + 64 > visible
+        ]
         for head in range(HKV):
             for block in sorted(between, key=lambda block: (-float(mass[head, block]), block))[:count]:
                 read[head, 64 * block : 64 * block + 64] = True
@@ -49,19 +57,23 @@ def step_by_step(q: Tensor, k: Tensor, v: Tensor, first: int, count: int, start:
     return torch.stack(full_out), torch.stack(spec_out)
 
 
+@pytest.mark.parametrize("sliding_window", [None, 277, 320])
 @pytest.mark.parametrize(("num_tokens", "prompt", "count"), [(701, 0, 3), (650, 301, 2), (333, 1, 1), (500, 499, 4)])
-def test_a_text_at_once(num_tokens: int, prompt: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_at_once(
+    num_tokens: int, prompt: int, count: int, sliding_window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also in several slices of positions. The prompt's last token gives the first masses."""
     monkeypatch.setitem(teacher_forced.SCORES_AT_ONCE, "cpu", 97 * HQ * num_tokens * 2)
     q, k, v = text(num_tokens, num_tokens)
-    setting = CacheSetting(recall_blocks=count)
+    setting = CacheSetting(recall_blocks=count, sliding_window=sliding_window)
     cached = cache_text(k, v, max(prompt, 1), setting)
     before = q[prompt - 1 : prompt] if prompt else None
     found = teacher_forced_attention(q[prompt:], *cached, S, D**-0.5, setting, before)
-    expected = step_by_step(q, k, v, prompt, count, max(prompt - 1, 0))
+    expected = step_by_step(q, k, v, prompt, count, max(prompt - 1, 0), sliding_window)
     for ours, reference in zip(found, expected, strict=True):
         torch.testing.assert_close(ours.double(), reference, rtol=1e-4, atol=1e-5)
-    window = teacher_forced_attention(q[prompt:], *cached, S, D**-0.5, CacheSetting())[1]
+    nothing = CacheSetting(sliding_window=sliding_window)
+    window = teacher_forced_attention(q[prompt:], *cached, S, D**-0.5, nothing)[1]
     assert not torch.allclose(window, found[1], atol=1e-3), "recalled blocks must change A~"
 
 

@@ -8,11 +8,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from tiers import fast
 from torch import Tensor
 
 from alspec.config import QUANTISED_CODECS, SpeculationConfig
 from alspec.kernels.attention.oracles import decode_attention_ref, speculative_decode_attention_ref
-from alspec.kernels.attention.torch_attention import prefill_attention
+from alspec.kernels.attention.torch_attention import prefill_attention, window_prefill_attention
 from alspec.kernels.kv_codec.flashq.quantize import compress, dequantize, quantize_int8, reconstruct
 from alspec.kernels.kv_codec.formats import FLASHQ, FORMATS, TURBOQUANT, rotates_values
 from alspec.kernels.kv_codec.turboquant.rotation import rotation
@@ -305,12 +306,17 @@ def decode_slowly(
     model, token_ids = engine.model, torch.tensor(ids)
     x, partial = model.embed(token_ids[:prompt]), None
     caches: list[list[SlowCache]] = []
-    for layer in range(model.num_layers):
+    windows = model.config.windows(len(ids))
+    for layer, window in enumerate(windows):
         x, q, k, v = model.pre_attention(layer, x, partial, torch.arange(prompt))
         k, v = k.transpose(0, 1), v.transpose(0, 1)
         caches.append(slow_caches(codec, k, v, 64))
-        read = (cache.prompt.float() for cache in caches[-1])
-        x, partial = model.post_attention(layer, x, prefill_attention(q, *read, model.sm_scale))
+        read = [cache.prompt.float() for cache in caches[-1]]
+        if window is None:
+            out = prefill_attention(q, *read, model.sm_scale)
+        else:
+            out = window_prefill_attention(q, *read, model.sm_scale, window)
+        x, partial = model.post_attention(layer, x, out)
     nats, hits = [], []
     for i in range(prompt, len(ids) - 1):
         x, partial = model.embed(token_ids[i : i + 1]), None
@@ -319,8 +325,10 @@ def decode_slowly(
             for part, new in zip(cache, (k, v), strict=True):
                 part.append(new[0])
             keys, values = (part.read() for part in cache)
-            full = slow_attention(q[0], keys, values, list(range(i + 1)), model.sm_scale)
-            spec = slow_attention(q[0], keys, values, predictor_tokens(i + 1, chunk_size), model.sm_scale)
+            visible = range(max(0, i + 1 - (windows[layer] or i + 1)), i + 1)
+            near = [token for token in predictor_tokens(i + 1, chunk_size) if token in visible]
+            full = slow_attention(q[0], keys, values, list(visible), model.sm_scale)
+            spec = slow_attention(q[0], keys, values, near, model.sm_scale)
             hits.append(bool((spec - full).square().sum() < threshold**2 * full.square().sum()))
             x, partial = model.post_attention(layer, x, (spec if hits[-1] else full)[None].float())
         logits = model.lm_head(model.reduce_residual(x, partial))
@@ -328,8 +336,19 @@ def decode_slowly(
     return nats, torch.tensor(hits).view(-1, model.num_layers).T
 
 
-@pytest.mark.parametrize(("codec", "prompt"), [("turbo4", 351), ("turbo-mixed", 384)])
-def test_one_pass_equals_decoding_step_by_step(engine: Engine, codec: str, prompt: int) -> None:
+@pytest.mark.parametrize(
+    ("codec", "prompt", "window"),
+    fast(
+        [("turbo4", 351, None), ("turbo-mixed", 384, None), ("turbo4", 351, 200), ("turbo-mixed", 351, 330)],
+        keep=[("turbo4", 351, None), ("turbo-mixed", 384, None), ("turbo4", 351, 200)],
+    ),
+)
+def test_one_pass_equals_decoding_step_by_step(
+    engine: Engine, codec: str, prompt: int, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also as a model whose layers have a sliding window, all but two of them."""
+    config = engine.model.config.model_copy(update={"sliding_window": window, "full_layers": (2, 7)})
+    monkeypatch.setattr(engine.model, "config", config)
     assert engine.tokenizer is not None
     assert engine.transport is not None
     words = ["lantern", "river", "the", "of", "captain", "was", "and", "is", "48213", "stood", "old", "harbour", "."]

@@ -28,6 +28,7 @@ def lean(
     spec_parts: int = 1,
     recall: int = 0,
     rows: int = 1,
+    window: bool = False,
 ) -> Any:
     """The attention kernel as `lean_decode_attention` launches it; plain and without a gate as in a decode step."""
     uses_tma, columns = lean_uses_tma(capability, heads_per_kv * rows, head_dim, rows), heads_per_kv * rows
@@ -38,6 +39,8 @@ def lean(
         "STAGES": _lean_settings(capability, head_dim, uses_tma)[2],
         "READ_LENGTHS_EARLY": capability >= 90 and phase == "all",
     }  # fmt: skip
+    if not window:
+        constants["sliding_window"] = None
     if rows == 1:
         constants["row_lens_ptr"] = None
     else:
@@ -79,13 +82,15 @@ def recalling(recall: int, phase: str = "all", is_lean: bool = True) -> dict[str
     return constants
 
 
-def choose_lists(capability: int, heads_per_kv: int, recall: int, num_blocks: int) -> Variant:
+def choose_lists(capability: int, heads_per_kv: int, recall: int, num_blocks: int, window: bool = False) -> Variant:
     """The kernel that chooses recall lists, for a pair."""
-    constants = {
+    constants: dict[str, Any] = {
         "HKV": 8, "HEADS": heads_per_kv, "HEADS_PAD": triton.next_power_of_2(heads_per_kv), "RECALL": recall,
         "RECALL_PAD": triton.next_power_of_2(recall), "BLOCKS_PAD": num_blocks, "ROWS": 1, "APART": False,
         "chosen_rows_ptr": None,
     }  # fmt: skip
+    if not window:
+        constants["windows_ptr"] = None
     kernel = recall_lists._choose_recall_lists_kernel
     return variant(capability, kernel, recall_lists.num_warps(num_blocks), constants)
 
@@ -103,7 +108,7 @@ def descriptor(name: str, kind: Any, tile: list[int]) -> str:
 
 def lean_combine(
     capability: int, heads_per_kv: int, head_dim: int, batch_size: int, spec: bool, kv_heads: int = 8,
-    spec_parts: int = 1, recall: int = 0, phase: str = "all", rows: int = 1,
+    spec_parts: int = 1, recall: int = 0, phase: str = "all", rows: int = 1, window: bool = False,
 ) -> Any:  # fmt: skip
     """The kernel that combines the partials of `lean`."""
     constants = _lean_constants(capability, heads_per_kv, head_dim, batch_size, spec, kv_heads, spec_parts, phase, rows)
@@ -115,6 +120,8 @@ def lean_combine(
     constants["SLICES_PER_PROGRAM"] = combine.slices_per_program(batch_size * rows, heads_per_kv * kv_heads, head_dim)
     uses_tma = lean_uses_tma(capability, heads_per_kv * rows, head_dim, rows)
     constants["WHOLE"] = batch_size > 1 and not spec and uses_tma
+    if not window:
+        constants["sliding_window"] = None
     if not spec:
         constants["sums_ptr"] = None
     return variant(
@@ -152,7 +159,7 @@ def _lean_constants(
 
 def flashq(
     capability: int, heads_per_kv: int, head_dim: int, batch_size: int, spec: bool, sas: bool = False,
-    spec_parts: int = 1, format: str = "flashq", recall: int = 0, rows: int = 1,
+    spec_parts: int = 1, format: str = "flashq", recall: int = 0, rows: int = 1, window: bool = False,
 ) -> Variant:  # fmt: skip
     """The attention kernel as `quantised_decode_attention` launches it."""
     settings = quantised_decode.GPU_SETTINGS
@@ -160,6 +167,8 @@ def flashq(
         "ROWS": rows, "FORMAT": format, "PER_SM": settings.per_sm, "SAS": sas, "gate_ptr": None,
         "READ_LENGTHS_EARLY": capability >= 90, "BULK": capability >= 90, **recalling(recall, is_lean=False),
     }  # fmt: skip
+    if not window:
+        constants["sliding_window"] = None
     if not spec:
         constants |= dict.fromkeys(["spec_out_ptr", "epoch_ptr"])
     if spec_parts == 1 and not recall:
@@ -173,7 +182,7 @@ def flashq(
 
 def flashq_combine(
     capability: int, heads_per_kv: int, head_dim: int, batch_size: int, spec: bool, spec_parts: int = 1,
-    recall: int = 0,
+    recall: int = 0, window: bool = False,
 ) -> Any:  # fmt: skip
     """The kernel that combines the partials of `flashq`."""
     constants = _flashq_constants(capability, heads_per_kv, head_dim, batch_size, spec, spec_parts)
@@ -181,6 +190,8 @@ def flashq_combine(
     programs = 132 * quantised_decode.GPU_SETTINGS.per_sm
     width, slices, at_once = combine.combine_sizes(batch_size, 8 * heads_per_kv, head_dim, programs // (8 * batch_size))
     constants |= {"SLICE": width, "SLICES": slices, "ROUND": at_once, "gate_ptr": None}
+    if not window:
+        constants["sliding_window"] = None
     if not spec:
         constants["sums_ptr"] = None
     return variant(

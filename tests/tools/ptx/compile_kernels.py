@@ -24,7 +24,9 @@ from alspec.kernels.attention.decode import combine
 from alspec.kernels.bench import measuring
 from alspec.kernels.kv_codec import codec_kernels
 from alspec.kernels.kv_codec.formats import FORMATS
-from alspec.kernels.linear import gemv_tile, head_norm, mma_tile, packed_tile, projections, push, unpack_weight
+from alspec.kernels.linear import (
+    gemv_tile, head_norm, library_products, mma_tile, packed_tile, projections, push, unpack_weight,
+)  # fmt: skip
 from alspec.kernels.linear.decode_weight import block_lines
 from alspec.kernels.norm import residual
 from alspec.kernels.prompt import prompt_kernels
@@ -43,7 +45,7 @@ FAST = {
     *("lean, head 64, batch 8", "lean, 20 x 128, batch 8", "lean combine, batch 1", "lean combine, batch 8, spec"),
     *("flashq", "flashq, 7 x 64, spec", "flashq combine, batch 1", "flashq combine, spec in 2 parts"),
     *("lean, spec, recall", "lean combine, spec, recall", "flashq, spec, recall", "recall lists"),
-    "lean, 5 rows, batch 1",
+    *("lean, 5 rows, batch 1", "lean, spec, recall, window", "flashq, spec, recall, window"),
     *("prefill, head 64", "reading alone", "add_rms_norm", "rotate_heads", "silu_mul", "qkv, long rows"),
     *("weights, gate_up, int4", "weights, down, fp8", "weights, unpacked, int4"),
     *("qkv, gated, tp 4, batch 8", "gate_up, gated, tp 4, batch 8", "o, tp 4, batch 8"),
@@ -179,6 +181,27 @@ def family_options(capability: int, tp_size: int, batch_size: int, gate: bool) -
         "norm_rope_append, quantised": variant(capability, kernel, 1, normed, tail_ptr="*i8"),
         "gate_up, bias": changed("gate_up", ("bias_ptr",)),
         "o, bias": changed("o", ("bias_ptr",)),
+    }
+
+
+def many_rows(capability: int) -> dict[str, Variant]:
+    """What follows the library's products of 40 rows, for the 8B shape on one rank and on one of two."""
+    shape = {"K": 4096, "S": 128, "SP": 128, "BLOCK": library_products.BLOCK, "bias_ptr": None}
+    push_kernel = library_products._push_products_kernel
+
+    def pushed(peers: int, **more: Any) -> Variant:
+        constants = shape | {"B": 40, "PEERS": peers, "SOURCES": max(1, peers)} | more
+        return variant(capability, push_kernel, 4, constants)
+
+    heads = {"K": 4096, "HQ": 32, "HKV": 8, "D": 128, "HALF_PAD": 64, "RING": False, "ROWS": 5, "PDL": capability >= 90}
+    none = dict.fromkeys(["q_norm_ptr", "k_norm_ptr", "gate_ptr", "inbox_ptr", "tail_ptr", "tail_scale_ptr"])
+    return {
+        "many rows, o": pushed(0, squares_ptr=None),
+        "many rows, o, tp 2": pushed(2, squares_ptr=None),
+        "many rows, logits": pushed(0),
+        "many rows, scale": variant(capability, library_products._scale_kernel, 4, shape),
+        "many rows, silu": variant(capability, library_products._silu_kernel, 4, shape | {"I": 14336}, out_ptr="*bf16"),
+        "many rows, rope and append": variant(capability, head_norm._norm_rope_append_kernel, 1, heads | none),
     }
 
 
@@ -453,8 +476,11 @@ def all_variants(capability: int) -> dict[str, Variant]:
     for phase in ("all", "predictor", "rest"):
         add({f"lean, gated, spec, {phase}": lean(capability, 4, 128, 1, True, True, phase)})
     add({"flashq": flashq(capability, 4, 128, 1, False)})
+    add({"lean, window": lean(capability, 4, 128, 1, False, window=True)})
+    add({"lean, spec, window": lean(capability, 4, 128, 1, True, window=True)})
+    add({"flashq, window": flashq(capability, 4, 128, 1, False, window=True)})
     add({"recall lists": choose_lists(capability, 4, 16, 2048)})
-    add(quantised_weights(capability))
+    add(quantised_weights(capability) | many_rows(capability))
     add(quantised_cache(capability) | sampled(capability) | between_products(capability) | long_rows(capability))
     add(rounds(capability))
     add(_hopper_variants() if capability == 90 else _prefill_variants(capability))
@@ -498,6 +524,19 @@ def _hopper_variants() -> dict[str, Variant]:
     for heads_per_kv, head_dim, parts in shapes:
         name = f"lean, {heads_per_kv} x {head_dim}, spec in {parts} parts"
         variants[name] = lean(90, heads_per_kv, head_dim, 1, True, True, spec_parts=parts)
+    variants |= {
+        "lean, batch 8, window": lean(90, 4, 128, 8, False, window=True),
+        "lean, 5 rows, window": lean(90, 4, 128, 1, False, rows=5, window=True),
+        "lean, spec, recall, window": lean(90, 4, 128, 1, True, True, spec_parts=3, recall=16, window=True),
+        "lean combine, spec, recall, window": lean_combine(90, 4, 128, 1, True, spec_parts=3, recall=16, window=True),
+        "flashq, spec, recall, window": flashq(90, 4, 128, 1, True, spec_parts=2, recall=16, window=True),
+        "flashq, sas, 7 x 64, spec, window": flashq(90, 7, 64, 1, True, sas=True, window=True),
+        "turboquant3, 7 x 64, spec, recall, window": flashq(
+            90, 7, 64, 1, True, format="turboquant3", recall=16, window=True
+        ),
+        "flashq combine, spec, recall, window": flashq_combine(90, 4, 128, 1, True, 2, recall=16, window=True),
+        "recall lists, window": choose_lists(90, 4, 16, 2048, window=True),
+    }
     return variants | {
         "lean combine, spec in 3 parts": lean_combine(90, 4, 128, 1, True, spec_parts=3),
         "lean, spec, recall": lean(90, 4, 128, 1, True, True, spec_parts=3, recall=16),
@@ -527,4 +566,4 @@ def _hopper_variants() -> dict[str, Variant]:
 
 def is_fast(name: str) -> bool:
     """Whether the fast tier compiles this variant for compute capability 9.0."""
-    return name in FAST or name.startswith(("kv_", "sampling, ", "round, ")) or name.endswith(", tp 2, batch 1")
+    return name in FAST or name.startswith(("kv_", "sampling, ", "round, ", "many rows, ")) or name.endswith(", tp 2, batch 1")

@@ -60,6 +60,7 @@ def flashq(
     num_warps: int = 4,
     parts: int = 1,
     codec: str = "turbo-mixed",
+    window: int | None = None,
     **how: Any,
 ) -> Found:
     """Attention over a quantised cache as launched on Hopper; by default half of the heads have 2 bits."""
@@ -72,6 +73,8 @@ def flashq(
     )
     launch.settings = replace(quantised_decode.GPU_SETTINGS, sm90=capability >= 90, num_warps=num_warps)
     launch.softmax = softmax
+    if window is not None:
+        launch.slide(window)
     with mock.patch.multiple(quantised_decode, **kernels):
         launch.run()
     launch.compare()
@@ -296,6 +299,21 @@ CASES: dict[str, Callable[[], Found]] = {
     "flashq, 4 x 128, spec in parts, long runs": sound(lambda: flashq((1800,), 4, 2, 128, 2, S, parts=2)),
     "flashq, 2 x 64, ragged": sound(lambda: flashq((65, 700, 319), 2, 2, 64, 20)),
     "flashq, 7 x 64, spec, sas, ragged": sound(lambda: flashq((65, 700, 300), 7, 2, 64, 8, S, "sas")),
+    # The window begins within a block, at its edge, within the tail; with `A~` within the sink and behind it.
+    **{
+        f"flashq, 4 x 128, window {window}": sound(partial(flashq, (700,), 4, 2, 128, 6, window=window))
+        for window in (5, 64, 190, 321)
+    },
+    "flashq, 4 x 128, spec in 2 parts, window": sound(
+        lambda: flashq((900,), 4, 2, 128, 20, S, dtype=torch.bfloat16, parts=2, window=830)
+    ),
+    "flashq, 7 x 64, spec, sas, ragged, window": sound(
+        lambda: flashq((65, 700, 300), 7, 2, 64, 8, S, "sas", window=500)
+    ),
+    "turboquant3, 4 x 64, window": sound(lambda: flashq((330,), 4, 1, 64, 3, codec="turboquant3", window=130)),
+    "hybrid-k4v2, 8 x 128, spec, window": sound(
+        lambda: flashq((500,), 8, 1, 128, 2, S, codec="hybrid-k4v2", window=333)
+    ),
     "flashq, 4 x 128, on Ampere": sound(lambda: flashq((1500,), 4, 1, 128, 20, capability=80)),
     **{f"{name}, 4 x 128": sound(lambda name=name: flashq((300,), 4, 1, 128, 2, codec=name)) for name in MIXED},
     "turboquant3, 7 x 64, spec, sas": sound(lambda: flashq((330,), 7, 1, 64, 3, S, "sas", codec="turboquant3")),
@@ -389,6 +407,8 @@ FAST = (
     "turboquant3, 4 x 128",
     "lean, 4 x 128, spec in parts",
     "Hopper lean, 4 x 128, ragged",
+    "Hopper lean, 4 x 128, spec in 2 parts, window 560",
+    "Hopper lean, 2 rows, window 65",
     "Hopper lean, 4 x 128, gate 1",
     "Hopper lean, 4 x 128, gate 0",
     "flashq, 4 x 64, spec in 2 parts, one without tokens",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -14,6 +15,7 @@ from comparison import check
 from emulated import CPU, Emulated, Found, S, broken, counts_of, error_of, sound
 
 from alspec.kernels.attention.decode import combine, lean_decode
+from alspec.kernels.attention.oracles import decode_attention_ref
 
 __all__ = ["CASES"]
 
@@ -27,12 +29,14 @@ def lean(
     chunk_size: int = 0,
     parts: int = 1,
     long_run: int = 0,
+    window: int | None = None,
     **how: Any,
 ) -> Found:
     """Lean attention as launched on Ampere, but with tiles of 64 tokens: a short context has several.
 
     Args:
         long_run: a run of more tiles than this has tiles of 128 tokens; 0: no run has.
+        window: a sliding window, tokens.
         how: arguments of `Emulated` for the attention kernel; `combine`: the same for the combine kernel.
     """
     combine_constants = how.pop("combine", {})
@@ -43,6 +47,8 @@ def lean(
     launch = lean_launch.Launch.draw(
         lengths, heads_per_kv, num_kv_heads, head_dim, CPU, num_programs, chunk_size, torch.bfloat16, parts
     )
+    if window is not None:
+        launch.slide(window)
     with (
         mock.patch.multiple(lean_decode, **kernels),
         mock.patch.object(lean_decode, "_settings", return_value=(64, long_run, 2, False)),
@@ -69,6 +75,7 @@ def hopper(
     early: bool = False,
     gate: int | None = None,
     max_programs: int = combine.MAX_PROGRAMS,
+    window: int | None = None,
     **how: Any,
 ) -> Found:
     """Lean attention as launched on Hopper, of one request or several.
@@ -78,12 +85,15 @@ def hopper(
         early: read before the previous kernel ends, which writes q, the newest token and the gate.
         gate: at 0 the kernel may write nothing.
         max_programs: of the combine of a batch.
+        window: a sliding window, tokens.
     """
     lengths = (lengths,) if isinstance(lengths, int) else lengths
     launch = lean_launch.Launch.draw(
         lengths, heads_per_kv, num_kv_heads, head_dim, CPU, num_programs, chunk_size, dtype, parts
     )
     launch.in_two = in_two
+    if window is not None:
+        launch.slide(window, loaded=2 * block_n)
     gates = [] if gate is None else [torch.tensor([gate], dtype=torch.int32)]
     newest = [x[request, :, length - 1] for request, length in enumerate(lengths) for x in (launch.k, launch.v)]
     late = (launch.q, *newest, *gates)
@@ -105,6 +115,74 @@ def hopper(
             assert tensor.isnan().all() if tensor.is_floating_point() else not tensor.any()
         return {"error": 0.0} | counts_of(kernels)
     launch.compare(lambda found, expected, _: check(found, expected, torch.bfloat16))
+    return error_of(launch) | counts_of(kernels)
+
+
+def hopper_rows(lengths: tuple[int, ...], num_rows: int, window: int, num_programs: int) -> Found:
+    """Lean attention of several rows of each request, each with a sliding window of its own, as launched on Hopper."""
+    launch = lean_launch.Launch.draw(lengths, 4, 2, 64, CPU, num_programs, 0, torch.bfloat16)
+    launch.slide(window + num_rows - 1, loaded=64)
+    row_lens = launch.seq_lens[:, None] - torch.arange(num_rows - 1, -1, -1, dtype=torch.int32)
+    q = torch.randn(len(lengths) * num_rows, 8, 64, generator=torch.Generator().manual_seed(window)).bfloat16()
+    out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:2], torch.nan)
+    workspace = lean_decode.LeanWorkspace.allocate(len(lengths), 8 * num_rows, 2, 64, CPU, num_programs)
+    kernels = {
+        "lean_sm90_kernel": Emulated(lean_decode.lean_sm90_kernel, 90),
+        "lean_combine_kernel": Emulated(lean_decode.lean_combine_kernel, 90),
+    }
+    with (
+        mock.patch.multiple(lean_decode, **kernels),
+        mock.patch.object(lean_decode, "_settings", return_value=(64, 0, 2, True)),
+        mock.patch.object(lean_decode, "_uses_tma", return_value=True),
+    ):
+        lean_decode.lean_decode_attention(
+            q, launch.k, launch.v, launch.seq_lens, 0.1, workspace, out, lse, row_lens=row_lens.contiguous(),
+            sliding_window=window,
+        )  # fmt: skip
+    for row in range(num_rows):
+        rows = slice(row, None, num_rows)
+        k, v = launch.k.double().nan_to_num(), launch.v.double().nan_to_num()
+        args = q[rows].double(), k, v, row_lens[:, row], 0.1, "exact", window
+        expected, expected_lse = decode_attention_ref(*args)
+        check(out[rows], expected, torch.bfloat16)
+        check(lse[rows], expected_lse, torch.bfloat16)
+    return {"error": float((out[rows].double() - expected).norm() / expected.norm())} | counts_of(kernels)
+
+
+def hopper_recall(length: int, window: int | None, blocks: list[int]) -> Found:
+    """`A~` over listed blocks as well, as launched on Hopper; those in front of a sliding window are left out."""
+    launch = lean_launch.Launch.draw((length,), 4, 2, 64, CPU, 7, S, torch.bfloat16, 4)
+    if window is not None:
+        launch.slide(window, loaded=256)
+    assert launch.speculation is not None
+    lists = torch.tensor([[blocks, [*blocks[1:], -1]]], dtype=torch.int32)
+    block_lse = torch.full((1, 2, -(-length // 64), 4, 4), -torch.inf)
+    launch.speculation = replace(launch.speculation, recall=lean_decode.RecallBuffers(lists, block_lse, 2))
+    kernels = {
+        "lean_sm90_kernel": Emulated(lean_decode.lean_sm90_kernel, 90),
+        "lean_combine_kernel": Emulated(lean_decode.lean_combine_kernel, 90),
+    }
+    with (
+        mock.patch.multiple(lean_decode, **kernels),
+        mock.patch.object(lean_decode, "_settings", return_value=(64, 0, 2, True)),
+        mock.patch.object(lean_decode, "_uses_tma", return_value=True),
+    ):
+        launch.run()
+    token = torch.arange(launch.k.shape[2])
+    visible = (token < length) & (token >= length - (window or length))
+    near = (token < S) | (token >= (length - S) // 64 * 64)
+    scores = torch.einsum("hgd,htd->hgt", launch.q[0].unflatten(0, (2, 4)).double(), launch.k[0].double().nan_to_num())
+    for head in range(2):
+        is_read = visible & (near | torch.isin(token // 64, lists[0, head]))
+        for found, is_seen in ((launch.out, visible), (launch.spec_out, is_read)):
+            weights = (scores[head] * launch.sm_scale).masked_fill(~is_seen, -torch.inf).softmax(-1)
+            expected = weights @ launch.v[0, head].double().nan_to_num()
+            check(found[0].unflatten(0, (2, 4))[head], expected, torch.bfloat16)
+        rest = range(max(S, (length - (window or length)) // 64 * 64), (length - S) // 64 * 64, 64)
+        masses = torch.exp2(block_lse[0, head].double()).sum(1)
+        for begin in rest:
+            own = torch.where(visible & (token // 64 == begin // 64), (scores[head] * launch.sm_scale).exp(), 0).sum(-1)
+            check(masses[begin // 64], own, torch.bfloat16)
     return error_of(launch) | counts_of(kernels)
 
 
@@ -185,6 +263,34 @@ CASES: dict[str, Callable[[], Found]] = {
     ),
     # Two requests have no token between sink and window, so that a run skips their outputs.
     "Hopper lean, 3 x 96, spec, ragged": sound(lambda: hopper((400, 77, 120, 300), 3, 2, 96, 6, S)),
+    **{
+        f"Hopper lean, 4 x 128, window {window}": sound(partial(hopper, 330, 4, 2, 128, 3, window=window))
+        for window in (1, 63, 64, 65, 128, 129, 200)
+    },
+    # The window begins within the sink, behind it, and within the recent window.
+    **{
+        f"Hopper lean, 4 x 128, spec in 2 parts, window {window}": sound(
+            partial(hopper, 700, 4, 2, 128, 3, S, 2, window=window)
+        )
+        for window in (650, 560, 100)
+    },
+    "Hopper lean, 4 x 64, long tiles, window": sound(
+        lambda: hopper(900, 4, 2, 64, 1, block_n=128, long_run=2, window=600)
+    ),
+    "Hopper lean, 4 x 128, ragged, read before the wait, window": sound(
+        lambda: hopper((200, 77, 300), 4, 2, 128, 5, early=True, window=130)
+    ),
+    "Hopper lean, 3 x 96, spec, ragged, window": sound(lambda: hopper((400, 77, 120, 300), 3, 2, 96, 6, S, window=290)),
+    "Hopper lean, 4 x 128, two launches, window": sound(lambda: hopper(500, 4, 1, 128, 2, S, in_two=True, window=380)),
+    "Hopper lean, 2 rows, window 65": sound(lambda: hopper_rows((200,), 2, 65, 3)),
+    "Hopper lean, 4 rows, ragged, window 64": sound(lambda: hopper_rows((200, 130), 4, 64, 5)),
+    "Hopper lean, recall": sound(lambda: hopper_recall(900, None, [2, 5, 9])),
+    # The first block has left the window; the window begins within the first block.
+    "Hopper lean, recall, window 708": sound(lambda: hopper_recall(900, 708, [2, 5, 9])),
+    "Hopper lean, recall, window 730": sound(lambda: hopper_recall(900, 730, [2, 5, 9])),
+    "lean, 4 x 128, window": sound(lambda: lean((700,), 4, 2, 128, 8, window=300)),
+    "lean, 4 x 128, spec, window": sound(lambda: lean((900,), 4, 2, 128, 8, S, window=790)),
+    "lean, 2 x 16, ragged, window": sound(lambda: lean((513, 1, 100), 2, 2, 16, 7, window=65)),
     "broken lean, other lanes": broken(_small, r"(shfl\.sync\.bfly[^;]*), 8, 31,", r"\1, 4, 31,", "error"),
     "broken lean, tiles not waited for": broken(_small, r"(cp\.async\.wait_group\s*)\d+", r"\g<1>9", "error"),
     "broken lean, no barriers": broken(_small, r"bar\.sync\s*0;", "", "shared"),

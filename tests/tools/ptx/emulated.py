@@ -149,7 +149,8 @@ def counts_of(kernels: dict[str, Emulated]) -> Found:
 
 def error_of(launch: Any) -> Found:
     """The relative RMS error of o against the oracle."""
-    out, _ = decode_attention_ref(launch.q, launch.k, launch.v, launch.seq_lens, launch.sm_scale, launch.softmax)
+    how = launch.sm_scale, launch.softmax, launch.sliding_window
+    out, _ = decode_attention_ref(launch.q, launch.k, launch.v, launch.seq_lens, *how)
     return {"error": float((launch.out.double() - out).norm() / out.norm())}
 
 

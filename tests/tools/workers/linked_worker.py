@@ -73,7 +73,8 @@ def run_case(model: Llama, transport: Transport, case: dict[str, Any], has_packe
     config, prompts = model.config, case["prompts"]
     capacity = max(map(len, prompts)) + max(sum(threshold["steps"] for threshold in case["thresholds"]), 2)
     tp_size = transport.placement.tp_size
-    cache = new_cache(case["kv_cache"], config, tp_size, len(prompts), capacity, torch.float32, CPU)
+    sizes = tp_size, len(prompts), capacity
+    cache = new_cache(case["kv_cache"], config, *sizes, torch.float32, CPU, keeps_context=True)
     speculation = SpeculationConfig(mode="paired", chunk_size=128, **case.get("predictor", {"predictor": "window"}))
     memory: PeerMemory | None = "host" if has_packets else None
     captured = build_captured_step(model, cache, transport, memory, False, no_hook, speculation)

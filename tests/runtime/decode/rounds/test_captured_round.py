@@ -65,6 +65,27 @@ def test_tokens_rounds_and_cache_are_those_of_eager_rounds(
                 assert [token for token, _ in own.top] == [token for token, _ in other.top]
 
 
+WINDOWED = [(draft, codec) for draft in ("ngram", "self", "model") for codec in ("bf16", "turbo4", "turboquant3")]
+
+
+@pytest.mark.parametrize(("draft", "codec"), fast(WINDOWED, keep=[("self", "bf16"), ("ngram", "turbo4")]))
+def test_a_model_with_a_sliding_window(narrow_folder: Path, make_prompt: Any, draft: str, codec: str) -> None:
+    """Each row has a window of its own; what is rejected replaces no token that is read. Also in a draft model."""
+    prompts = [(make_prompt(9, seed=3) * 15)[:124], make_prompt(60, seed=61)]
+    sampling = SamplingConfig(max_new_tokens=NEW_TOKENS, ignore_eos=True, logit_bias=FEW_TOKENS)
+    draft = f"model:{narrow_folder}" if draft == "model" else draft
+    options = {"kv_cache": codec, "draft": draft, "draft_tokens": 3, "draft_always": True}
+    with engine_of(narrow_folder, kv_cache=codec) as engine:
+        expected = generated(engine, prompts, sampling)
+    for is_captured in (False, True):
+        with engine_of(narrow_folder, **options) as engine:
+            engine.load(2, max(map(len, prompts)) + NEW_TOKENS)
+            if is_captured:
+                put_captured(engine)
+            assert generated(engine, prompts, sampling) == expected
+            assert any(drafts for step in engine.generation.rounds for drafts, _ in step)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("codec", ["bf16", "turbo4"])
 @pytest.mark.parametrize("drafter", ["ngram", "self"])

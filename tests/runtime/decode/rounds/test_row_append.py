@@ -97,6 +97,23 @@ def test_a_second_turn_is_appended(turbo_folder: Path, make_prompt: Any, codec: 
                 assert (ours != right).float().mean() < 0.002  # a sum that rounds differently moves a code
 
 
+@pytest.mark.parametrize("codec", fast(["bf16", "turbo4", "hybrid-k4v2"], keep=["bf16"]))
+def test_a_turn_behind_a_sliding_window_is_appended(narrow_folder: Path, make_prompt: Any, codec: str) -> None:
+    """A conversation that is longer than the window: each appended token has a window of its own."""
+    first, new = make_prompt(120, seed=7), make_prompt(21, seed=8)
+    with engine_of(narrow_folder, kv_cache=codec, max_context=200) as engine:
+        engine.load(1, 200, for_turns=True)
+        put_append(engine)
+        second = first + answer(engine, first) + new
+        found = answer(engine, second)
+        assert engine.generation.reused_tokens == [120 + NEW - 1]
+    with engine_of(narrow_folder, kv_cache=codec, max_context=200) as engine:
+        engine.load(1, 200, for_turns=True)
+        if codec != "bf16":
+            put_append(engine)
+        assert fed(engine, first, second) == found
+
+
 @pytest.mark.full
 def test_penalties_count_the_prompt_once(turbo_folder: Path, make_prompt: Any) -> None:
     """The prompt's last token is fed as a step's newest one, and stays part of the prompt."""
