@@ -25,8 +25,15 @@ from alspec.kernels.bench import measuring
 from alspec.kernels.kv_codec import codec_kernels
 from alspec.kernels.kv_codec.formats import FORMATS
 from alspec.kernels.linear import (
-    gemv_tile, head_norm, library_products, mma_tile, packed_tile, projections, push, unpack_weight,
-)  # fmt: skip
+    gemv_tile,
+    head_norm,
+    library_products,
+    mma_tile,
+    packed_tile,
+    projections,
+    push,
+    unpack_weight,
+)
 from alspec.kernels.linear.decode_weight import block_lines
 from alspec.kernels.norm import residual
 from alspec.kernels.prompt import prompt_kernels
@@ -566,4 +573,5 @@ def _hopper_variants() -> dict[str, Variant]:
 
 def is_fast(name: str) -> bool:
     """Whether the fast tier compiles this variant for compute capability 9.0."""
-    return name in FAST or name.startswith(("kv_", "sampling, ", "round, ", "many rows, ")) or name.endswith(", tp 2, batch 1")
+    begins = name.startswith(("kv_", "sampling, ", "round, ", "many rows, "))
+    return name in FAST or begins or name.endswith(", tp 2, batch 1")
