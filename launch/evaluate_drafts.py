@@ -173,7 +173,7 @@ def _differences(
 
     Returns:
         differing_tokens: in all texts.  parted_by: of each text that parts, the difference of the log probabilities of
-        the two most likely tokens there.
+        the two most likely tokens there, in nats.
     """
     parted, differing = [], 0
     for seed, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):

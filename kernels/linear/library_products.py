@@ -1,9 +1,11 @@
-"""Projections of more rows than the fused ones take: the library multiplies, and a small kernel does the rest.
+"""Projections of so many rows that the library multiplies faster than the fused kernels; a small kernel does the rest.
 
 The library reads each weight once for all rows, and divides tiles of both among the tensor cores; the fused
 projections would read all rows for each 16 rows of the weight. A packed weight is unpacked before.
 
-The functions are those of projections.py and push.py, without gates and inboxes. Shapes as there; N rows of a weight.
+The functions are those of projections.py and push.py, without gates and inboxes.
+
+Shapes: B rows, K inputs, N outputs (rows of a weight), S sums of squares of each row, SP their next power of two.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ def _push_products_kernel(
     reduce_index,
     rank,
     code,
-    num_rows,
+    num_outputs,
     out_width,
     eps,
     K: tl.constexpr,
@@ -54,17 +56,17 @@ def _push_products_kernel(
     BLOCK: tl.constexpr,
 ):
     """BLOCK products of one row: scale, bias, then to every peer as `_push_partial_kernel`. Grid [N / BLOCK, B]."""
-    request, rows = tl.program_id(1), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = rows < num_rows
-    y = tl.load(raw_ptr + request.to(tl.int64) * num_rows + rows, mask=mask, other=0.0)
+    row, out = tl.program_id(1), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = out < num_outputs
+    y = tl.load(raw_ptr + row.to(tl.int64) * num_outputs + out, mask=mask, other=0.0)
     if squares_ptr is not None:
-        y *= rstd_of(squares_ptr, request, eps, K, S, SP)
-    y = add_row_bias(y, bias_ptr, rows, num_rows)
+        y *= rstd_of(squares_ptr, row, eps, K, S, SP)
+    y = add_row_bias(y, bias_ptr, out, num_outputs)
     bases = ()
     for peer in tl.static_range(PEERS):
         bases = bases + (tl.load(peers_ptr + peer).to(tl.pointer_type(tl.int64)),)  # noqa: RUF005 (Triton has no *)
     push_sums(
-        y, rows, request, mask, out_ptr, bases, tl.load(epoch_ptr), tl.load(fault_ptr), fault_ptr, reduce_index, rank,
+        y, out, row, mask, out_ptr, bases, tl.load(epoch_ptr), tl.load(fault_ptr), fault_ptr, reduce_index, rank,
         code, out_width, B, PEERS, SOURCES, PEERS > 0,
     )  # fmt: skip
 
@@ -74,7 +76,7 @@ def _scale_kernel(
     raw_ptr,  # [B, N] fp32, in place
     squares_ptr,  # [B, S] fp32
     bias_ptr,  # [N], or None
-    num_rows,
+    num_outputs,
     eps,
     K: tl.constexpr,
     S: tl.constexpr,
@@ -82,10 +84,10 @@ def _scale_kernel(
     BLOCK: tl.constexpr,
 ):
     """Scale and bias of BLOCK products of one row. Grid [N / BLOCK, B]."""
-    request, rows = tl.program_id(1), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    ptrs, mask = raw_ptr + request.to(tl.int64) * num_rows + rows, rows < num_rows
-    y = tl.load(ptrs, mask=mask, other=0.0) * rstd_of(squares_ptr, request, eps, K, S, SP)
-    tl.store(ptrs, add_row_bias(y, bias_ptr, rows, num_rows), mask=mask)
+    row, out = tl.program_id(1), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    ptrs, mask = raw_ptr + row.to(tl.int64) * num_outputs + out, out < num_outputs
+    y = tl.load(ptrs, mask=mask, other=0.0) * rstd_of(squares_ptr, row, eps, K, S, SP)
+    tl.store(ptrs, add_row_bias(y, bias_ptr, out, num_outputs), mask=mask)
 
 
 @triton.jit
@@ -102,24 +104,25 @@ def _silu_kernel(
     BLOCK: tl.constexpr,
 ):
     """BLOCK channels of one row. Grid [I / BLOCK, B]."""
-    request, rows = tl.program_id(1), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask, rstd = rows < I, rstd_of(squares_ptr, request, eps, K, S, SP)
-    ptrs = raw_ptr + request.to(tl.int64) * (2 * I) + rows
+    row, out = tl.program_id(1), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask, rstd = out < I, rstd_of(squares_ptr, row, eps, K, S, SP)
+    ptrs = raw_ptr + row.to(tl.int64) * (2 * I) + out
     gate = tl.load(ptrs, mask=mask, other=0.0) * rstd
     up = tl.load(ptrs + I, mask=mask, other=0.0) * rstd
     if bias_ptr is not None:
-        gate = add_row_bias(gate, bias_ptr, rows, I)
-        up = add_row_bias(up, bias_ptr + I, rows, I)
-    out = gate / (1.0 + tl.exp(-gate)) * up
-    tl.store(out_ptr + request * I + rows, out.to(out_ptr.dtype.element_ty), mask=mask)
+        gate = add_row_bias(gate, bias_ptr, out, I)
+        up = add_row_bias(up, bias_ptr + I, out, I)
+    y = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(out_ptr + row * I + out, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @dataclass(frozen=True)
 class LibraryProducts:
     """The four projections of a step over up to R rows, with room for what the library writes."""
 
-    raw: Tensor  # [R x the largest N] fp32
-    unpacked: Tensor | None  # numbers of the largest packed matrix, in the dtype of activations; None if none is packed
+    room: Tensor  # [R x the largest N] fp32: products
+    # Numbers of the largest packed matrix, or of a piece of the LM head; None if none is packed.
+    unpacked: Tensor | None
 
     def qkv_rope_append(
         self,
@@ -217,7 +220,7 @@ class LibraryProducts:
 
     def _room(self, num_rows: int, weight: Tensor | DecodeWeight) -> Tensor:
         """Room for the products of so many rows, [B, N] fp32."""
-        return self.raw[: num_rows * weight.shape[0]].view(num_rows, weight.shape[0])
+        return self.room[: num_rows * weight.shape[0]].view(num_rows, weight.shape[0])
 
     def _multiply(self, x: Tensor, weight: Tensor | DecodeWeight, out: Tensor) -> None:
         """`out = x W^T` in fp32, of a packed weight in pieces that fit the room."""
@@ -225,13 +228,13 @@ class LibraryProducts:
             _matmul(x, weight, out)
             return
         assert self.unpacked is not None
-        num_rows, num_inputs = weight.shape
+        num_outputs, num_inputs = weight.shape
         at_once = len(self.unpacked) // num_inputs
-        if at_once < num_rows:
+        if at_once < num_outputs:
             at_once = at_once // TILE_ROWS * TILE_ROWS
-        for start in range(0, num_rows, at_once):
-            stop = min(start + at_once, num_rows)
-            piece = weight if stop - start == num_rows else weight.row_slice(start, stop)
+        for start in range(0, num_outputs, at_once):
+            stop = min(start + at_once, num_outputs)
+            piece = weight if stop - start == num_outputs else weight.row_slice(start, stop)
             values = self.unpacked[: (stop - start) * num_inputs].view(stop - start, num_inputs)
             unpack_weight(piece, values)
             _matmul(x, values, out[:, start:stop])

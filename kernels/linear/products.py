@@ -9,7 +9,7 @@ __all__ = ["FusedProducts", "Products"]
 
 
 class FusedProducts:
-    """The four projections of a step over up to `MAX_ROWS` rows, each with what follows it in one launch."""
+    """The four projections of a step over up to `MAX_FUSED_ROWS` rows, each with what follows it in one launch."""
 
     qkv_rope_append = staticmethod(projections.qkv_rope_append)
     gate_up_silu = staticmethod(projections.gate_up_silu)

@@ -2,9 +2,10 @@
 
     verifier                                         speculator
     pre-attention       k, v -> its message          choose, take     from layer 1 on: its own x, or the verifier's
-    attention           A, A~, dist2, norm2          pre-attention
+    attention           A, dist2, norm2              pre-attention
     decide              verdict; is x here?          attention        A~ alone
-    take                x of the speculator          post-attention   x -> its message
+    predict             [accepted, x is not here] A~ by the speculator's launch: the same bits in both groups
+    take                [x is here] x of it          post-attention   x -> its message
     post-attention      [if x was not taken] on A~ or A
 
 Source: ALSpec; there, groups change roles after each hit, and each layer waits for one message.
@@ -54,7 +55,7 @@ class LinkedDecoder(Decoder):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._no_sums = torch.zeros_like(self.pair.own_sums)  # a launch for A~ alone takes, but does not write them
+        self._no_sums = torch.zeros_like(self.pair.own_sums)  # `attend` takes sums; the launch for A~ alone leaves them
 
     def begin(self, token_ids: list[int], seq_lens: list[int]) -> None:
         """As `Decoder`; no block is recalled yet."""
@@ -161,14 +162,13 @@ class Verifier(LinkedDecoder):
         self.link.send(pair.ending)
         super().logits()
         self.link.join()
-        pair.counts.zero_()  # an ordinary launch behind the join
 
 
 @dataclass
 class Speculator(LinkedDecoder):
     """The group that computes on `A~` alone, ahead of the verifier."""
 
-    timeout_ns: ClassVar[int] = STEP_TIMEOUT_NS  # each rank waits for messages of its own
+    timeout_ns: ClassVar[int] = STEP_TIMEOUT_NS  # of all waits: a peer may wait for a message first
 
     def run_layers(self, operation: OperationHook) -> None:
         """As `Decoder`; then x is the verifier's."""

@@ -44,7 +44,7 @@ class PairLink:
     ) -> None:
         self._out, self._back, self._rank, self._paired_rank, self._device = out, back, rank, paired_rank, device
         # Urgent: their kernels take an SM as soon as one is free.
-        self._streams = None
+        self._streams, self._joined = None, torch.zeros(1, device=device)
         if device.type == "cuda":
             self._streams = tuple(torch.cuda.Stream(device, priority=-1) for _ in range(2))
         # On a CPU:
@@ -112,16 +112,15 @@ class PairLink:
             yield
 
     def join(self) -> None:
-        """Let later launches follow what was sent and launched `beside`.
-
-        The next launch must not be a programmatic dependent one, which would wait for one kernel instead of two.
-        """
+        """Let later launches follow what was sent and launched `beside`."""
         for work in self._sent:
             if work is not None:
                 work.wait()
         self._sent.clear()
         if self._streams is not None:
             torch.cuda.current_stream().wait_stream(self._streams[0])
+            # An ordinary launch: a programmatic dependent one would wait for one of its two predecessors only.
+            self._joined.zero_()
 
     def poll(self) -> None:
         """On a CPU: note what has arrived."""

@@ -64,6 +64,7 @@ def build_exchanges(
         The exchange of partial sums, the exchange of logits, and the state of a pair over peer memory, else None.
     Raises:
         DoesNotFitError: host memory for the packets cannot be allocated; raised on all ranks.
+        RuntimeError: symmetric memory cannot be allocated; raised on all ranks.
     """
     placement, device = transport.placement, transport.device
     tp_size, num_peers, own = placement.tp_size, len(placement.peers), placement.peer_rank

@@ -24,7 +24,7 @@ __all__ = [
     "choose_mode",
     "is_linked",
     "peer_memory_candidates",
-    "pairs_without_access",
+    "gpus_without_access",
     "why_no_peers",
 ]
 
@@ -253,7 +253,7 @@ def peer_memory_candidates(
     return candidates if has_decoder and num_peers > 1 else ()
 
 
-def pairs_without_access(gpus: Sequence[int]) -> list[tuple[int, int]]:
+def gpus_without_access(gpus: Sequence[int]) -> list[tuple[int, int]]:
     """Return the pairs (a, b) of these GPUs of this host where a cannot access the memory of b."""
     return [(a, b) for a, b in itertools.permutations(gpus, 2) if not torch.cuda.can_device_access_peer(a, b)]
 
@@ -262,7 +262,7 @@ def why_no_peers(gpus: Sequence[int]) -> str:
     """Return why these GPUs of this host cannot write to each other's memory; '' if they can."""
     if os.environ.get("NCCL_P2P_DISABLE") == "1":
         return "NCCL_P2P_DISABLE=1"
-    without = pairs_without_access(gpus)
+    without = gpus_without_access(gpus)
     return f"GPU {without[0][0]} cannot reach GPU {without[0][1]}" if without else ""
 
 

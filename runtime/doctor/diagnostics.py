@@ -25,7 +25,7 @@ from alspec.models.demo import DEMO_CHECKPOINT
 from alspec.models.llama_config import LlamaConfig
 from alspec.runtime.distributed.host_memory import HostMemoryError
 from alspec.runtime.distributed.peer_memory import allocate_packets
-from alspec.runtime.distributed.placement import PeerMemory, pairs_without_access, why_no_peers
+from alspec.runtime.distributed.placement import PeerMemory, gpus_without_access, why_no_peers
 from alspec.runtime.distributed.transport import Transport
 from alspec.runtime.doctor.checkup import CHECKS, Scope, check, skip
 from alspec.runtime.engine.memory import GIB
@@ -165,7 +165,7 @@ def links(scope: Scope) -> str:
         skip("one GPU here")
     if scope.placement.local_rank != 0:
         skip("local rank 0 checks the links")
-    without = pairs_without_access(range(scope.num_gpus))
+    without = gpus_without_access(range(scope.num_gpus))
     access = "no peer access " + " ".join(f"{a}-{b}" for a, b in without) if without else "peer access everywhere"
     rates = []
     with torch.cuda.device(0):

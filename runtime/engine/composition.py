@@ -111,8 +111,8 @@ def choose(config: EngineConfig, model: LlamaConfig, has_trace: bool) -> Choices
         )
     if mode == "off" and requested == "auto" and not placement.is_inside_host(range(placement.world_size)):
         notices.append(
-            "speculation: off, with two all-reduces over the network in each layer; a pair waits for no message "
-            "(--speculation paired), and one host alone may be faster (docs/two_hosts.md)"
+            "speculation: off, with two all-reduces over the network in each layer; the verifier of a pair waits for "
+            "no message (--speculation paired), and one host alone may be faster (docs/two_hosts.md)"
         )
     has_fused_step = device.type == "cuda" and mode in ("off", "paired")
     if has_fused_step and mode == "paired":

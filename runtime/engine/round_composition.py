@@ -1,4 +1,4 @@
-"""Rounds over the fused kernels are put together here: decoders of both kinds of round, and of draft steps."""
+"""Rounds over the fused kernels are put together here: plain steps, rounds with drafts, draft steps, prompt rows."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def serves_rows(batch_size: int, rows: int, config: LlamaConfig, tp_size: int) -
     return rows * (heads // kv_heads) <= MAX_COLUMNS
 
 
-class _Parts:
+class _Builder:
     """What the decoders of one model share, and the exchanges between ranks by number of rows."""
 
     def __init__(
@@ -58,7 +58,7 @@ class _Parts:
         vocab_size: int,
         first: Exchange | None = None,
     ) -> None:
-        """Begin.
+        """Remember what the decoders share.
 
         Args:
             vocab_size: V of the model that verifies: embeddings of a draft model may have other rows of padding.
@@ -84,8 +84,8 @@ class _Parts:
             )  # fmt: skip
         return self._exchanges[num_rows]
 
-    def decoder(self, num_rows: int, rows: RoundRowBuffers | None = None) -> dict[str, Any]:
-        """Arguments of a decoder of so many rows in all; `rows`: those that its tokens and lengths are."""
+    def decoder_arguments(self, num_rows: int, rows: RoundRowBuffers | None = None) -> dict[str, Any]:
+        """Arguments of a `Decoder` of so many rows in all; `rows`: those that its tokens and lengths are."""
         model, transport = self.model, self.transport
         buffers = DecodeBuffers.allocate(
             model.config, transport.placement.tp_size, num_rows, model.weights.embedding.dtype, transport.device,
@@ -122,15 +122,15 @@ def build_captured_rounds(
         round_cost: (lengths) -> time of a round with drafts, relative to a plain step.
         draft_model: of `--draft model:DIR`, with its cache; or the quantised copy of `--draft-weights`.
     """
-    batch_size, device, num_rows = cache.batch_size, transport.device, config.draft_tokens + 1
+    batch_size, device, rows_each = cache.batch_size, transport.device, config.draft_tokens + 1
     vocab_size = model.config.vocab_size
-    parts = _Parts(model, cache, transport, peer_memory, vocab_size)
+    parts = _Builder(model, cache, transport, peer_memory, vocab_size)
     recall = _recall_state(model, cache, transport, config.speculation.recalled) if config.draft == "self" else None
     chunk_size = config.speculation.chunk_size
 
     def kind(rows: int, drafter: DeviceDrafter | None) -> RoundKind:
         own = RoundRowBuffers.allocate(batch_size, rows, device)
-        args = parts.decoder(batch_size * rows, own)
+        args = parts.decoder_arguments(batch_size * rows, own)
         return RoundKind(RowDecoder(**args, round_rows=own, recall=recall, chunk_size=chunk_size), drafter)
 
     plain, catch_up = kind(1, None), None
@@ -138,19 +138,22 @@ def build_captured_rounds(
     if config.draft == "ngram":
         drafter = NgramDrafts()
     elif config.draft == "self":
-        args = parts.decoder(batch_size) | ({} if draft_model is None else {"weights": draft_model.weights})
+        args = parts.decoder_arguments(batch_size)
+        if draft_model is not None:
+            products = choose_products(draft_model, transport.placement.tp_size, batch_size)
+            args |= {"weights": draft_model.weights, "products": products}
         drafter = SelfDraftSteps(DraftDecoder(**args, chunk_size=chunk_size, recall=recall))
     else:
         assert draft_model is not None
         assert draft_cache is not None
-        own = _Parts(draft_model, draft_cache, transport, peer_memory, vocab_size, parts.first)
+        own = _Builder(draft_model, draft_cache, transport, peer_memory, vocab_size, parts.first)
         two = RoundRowBuffers.allocate(batch_size, 2, device)
-        drafter = ModelDraftSteps(
-            RowDecoder(**own.decoder(2 * batch_size, two), round_rows=two), Decoder(**own.decoder(batch_size))
-        )
+        first = RowDecoder(**own.decoder_arguments(2 * batch_size, two), round_rows=two)
+        drafter = ModelDraftSteps(first, Decoder(**own.decoder_arguments(batch_size)))
         catch_up = _catch_up(draft_model, draft_cache, transport, vocab_size, chunk_size, operation)
+    state = RoundState.allocate(batch_size, cache.max_context, config.draft_tokens, device)
     return CapturedRoundStep(
-        RoundState.allocate(batch_size, cache.max_context, config.draft_tokens, device), plain, kind(num_rows, drafter),
+        state, plain, kind(rows_each, drafter),
         policy, round_cost, cache.max_context, uses_graph, operation, catch_up,
     )  # fmt: skip
 
@@ -174,13 +177,13 @@ def build_row_append(
     if choices.mode != "off" or cache.batch_size > 1:
         return None
     heads, kv_heads = model.config.local_heads(transport.placement.tp_size)
-    rows = append_rows(heads // kv_heads)
-    parts = _Parts(model, cache, transport, peer_memory, model.config.vocab_size, step.exchange)
+    rows = _most_append_rows(heads // kv_heads)
+    parts = _Builder(model, cache, transport, peer_memory, model.config.vocab_size, step.exchange)
     own = RoundRowBuffers.allocate(1, rows, transport.device)
-    return RowAppend(RowDecoder(**parts.decoder(rows, own), round_rows=own), choices.uses_graph, operation)
+    return RowAppend(RowDecoder(**parts.decoder_arguments(rows, own), round_rows=own), choices.uses_graph, operation)
 
 
-def append_rows(heads_per_kv_head: int) -> int:
+def _most_append_rows(heads_per_kv_head: int) -> int:
     """Most rows of one request that the fused kernels serve in one pass."""
     return min(MAX_FUSED_ROWS, MAX_COLUMNS // heads_per_kv_head)
 

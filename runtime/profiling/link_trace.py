@@ -67,6 +67,7 @@ def _taken_by_verifier(verifier: list[Row], speculator: list[Row], hits: Sequenc
 
 
 def _mark_verifier(rows: list[Row], hits: Sequence[int], taken: Sequence[bool]) -> None:
+    """Mark what each kernel of a step did. Attention behind the verdict of its layer is the predictor."""
     decided = -1  # the layer of the last verdict
     for row in rows:
         layer, kernel = row["layer"], row["kernel"]
@@ -142,7 +143,10 @@ def link_parts(labelled: list[list[Row]], verdicts: list[list[int]]) -> dict[str
         own = [row for row in verifier if row["step"] == step and row["op"] != "message"]
         begins, taken = _layer_begins(own), {row["layer"] for row in own if row.get("taken")}
         for layer, (begin, end) in enumerate(pairwise(begins)):
-            (parts["verifier"] if layer in taken else rejected_us if not hits[layer] else []).append(end - begin)
+            if layer in taken:
+                parts["verifier"].append(end - begin)
+            elif not hits[layer]:
+                rejected_us.append(end - begin)
         end_us = max(row["end_us"] for row in own)
         if before_us is not None:
             head = begins[0] - before_us
