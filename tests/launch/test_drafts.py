@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiers import fast
 
 from alspec import Engine
 from alspec.config import EngineConfig, SamplingConfig, validate
@@ -157,7 +158,7 @@ def test_plan_counts_the_draft_model(run: Run, checkpoint: Path) -> None:
         assert buffers >= plain[key][2]
 
 
-@pytest.mark.parametrize("drafter", ["ngram", "self"])
+@pytest.mark.parametrize("drafter", fast(["ngram", "self"], keep=["self"]))
 def test_evaluate_measures_drafts(
     checkpoint: Path, tmp_path: Path, drafter: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

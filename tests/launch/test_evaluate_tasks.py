@@ -208,6 +208,7 @@ def common_tokens(left: list[int], right: list[int]) -> int:
     return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
 
 
+@pytest.mark.full
 def test_answers_agree_as_far_as_greedy_decoding_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The share before the first difference is that of answers which the engine decodes under speculation."""
     monkeypatch.setattr(evaluate_tasks, "ANSWER_TOKENS", 16)

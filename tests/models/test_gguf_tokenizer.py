@@ -229,6 +229,7 @@ def test_faults_are_named(fault: str, tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.full
 def test_smollm2_equals_the_tokenizer_of_transformers() -> None:
     """Which reads the same file but takes `smollm` for `gpt-2`: equal for texts without digits."""
     try:

@@ -89,7 +89,7 @@ def test_a_pair_gives_the_tokens_and_verdicts_of_one_group(
     case: dict[str, Any] = {
         "kv_cache": codec, "prompts": [prompt], "live_steps": [9], "thresholds": [{"value": "0.2", "steps": 3}],
     }  # fmt: skip
-    (tmp_path / "spec.json").write_text(json.dumps({"model": str(model), "cases": [case]}))
+    (tmp_path / "spec.json").write_text(json.dumps({"model": str(model), "cases": [case], "packets": False}))
     jobs.run_ranks(WORKERS / "linked_worker.py", world_size, tmp_path, timeout_s=300, TRITON_INTERPRET="1")
     ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(world_size)]
     assert ranks[: world_size // 2] == ranks[world_size // 2 :]

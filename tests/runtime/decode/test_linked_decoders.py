@@ -125,7 +125,7 @@ def cases(is_full_tier: bool) -> list[dict[str, Any]]:
     scope="module",
     params=[
         pytest.param((2, False), marks=pytest.mark.full, id="2-ranks"),
-        pytest.param((4, False), id="4-ranks"),
+        pytest.param((4, False), marks=pytest.mark.full, id="4-ranks"),
         pytest.param((4, True), id="4-ranks-packets"),
     ],
 )

@@ -68,7 +68,8 @@ def test_tokens_rounds_and_cache_are_those_of_eager_rounds(
 WINDOWED = [(draft, codec) for draft in ("ngram", "self", "model") for codec in ("bf16", "turbo4", "turboquant3")]
 
 
-@pytest.mark.parametrize(("draft", "codec"), fast(WINDOWED, keep=[("self", "bf16"), ("ngram", "turbo4")]))
+@pytest.mark.full
+@pytest.mark.parametrize(("draft", "codec"), WINDOWED)
 def test_a_model_with_a_sliding_window(narrow_folder: Path, make_prompt: Any, draft: str, codec: str) -> None:
     """Each row has a window of its own; what is rejected replaces no token that is read. Also in a draft model."""
     prompts = [(make_prompt(9, seed=3) * 15)[:124], make_prompt(60, seed=61)]

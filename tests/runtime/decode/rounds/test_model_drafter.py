@@ -153,7 +153,8 @@ def test_another_tokenizer_is_refused(turbo_folder: Path, noisy_folder: Path, tm
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_captured", fast([False, True], keep=[False]), ids=["eager", "captured"])
+@pytest.mark.full
+@pytest.mark.parametrize("is_captured", [False, True], ids=["eager", "captured"])
 def test_two_ranks_draft_alike(
     turbo_folder: Path, noisy_folder: Path, make_prompt: Any, tmp_path: Path, is_captured: bool
 ) -> None:
