@@ -100,6 +100,13 @@ class SpeculationConfig(Schema):
         description=f"blocks that --predictor recall reads for each KV head, up to {MAX_RECALL_BLOCKS}",
     )
 
+    always: bool = Field(
+        default=False,
+        description="a pair over a link speculates also where that has not paid lately, to measure; otherwise each "
+        "group then decodes alone",
+        json_schema_extra={"flag": "pair-always"},
+    )
+
     @property
     def recalled(self) -> int:
         """Blocks that `A~` reads beside sink and window; 0 without recall."""

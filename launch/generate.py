@@ -196,7 +196,7 @@ def _everything(
         "requests": requests,
         "ttft_us": generation.prefill_us,
         "step_us": generation.step_us,
-        "hit_map": [hits.int().tolist() for hits in generation.hits],
+        "hit_map": [None if hits is None else hits.int().tolist() for hits in generation.hits],
         "rounds": generation.rounds,
         # JSON has no infinity: the settings hold such a threshold as text.
         "summary": summary | {"threshold": settings["speculation"]["threshold"]},

@@ -17,8 +17,8 @@ from result_rows import HERE, REPORTED, read
 
 from alspec.latency_model import linked_step_us, tp_step_us
 from alspec.launch.plots import plot_quality, plot_shapes
-from alspec.launch.terminal.plan import link_costs, step_costs
 from alspec.models.llama_config import LlamaConfig
+from alspec.runtime.profiling.predicted_costs import link_costs, step_costs
 from alspec.runtime.profiling.profile import forced_verdicts
 
 matplotlib.use("Agg")

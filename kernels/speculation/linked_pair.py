@@ -77,7 +77,6 @@ class LinkedPair:
     outbox: Tensor  # [L + 1 or L, slot] int64
     inbox: Tensor  # [L or L + 1, slot] int64
     arrived: Tensor  # [slots of the inbox + 1] int64: a packet with the step's epoch for each message and the ending
-    arrival_epoch: Tensor  # [1] int32: the step whose messages arrive: messages and kernels may be a step apart
     counts: Tensor  # [T] int32: arrived messages of each rank of the group, if collectives gather them
     progress: Tensor  # [1] int32: the verifier's last rejected layer, or -1; the speculator's base
     gates: Tensor  # [3, L + 1, GATE_STRIDE] int32: see the properties; the first word of each row is the gate
@@ -104,7 +103,6 @@ class LinkedPair:
         return cls(
             shape, exchange, group, paired_rank, outbox, inbox,
             arrived=new(len(inbox) + 1, dtype=torch.int64),
-            arrival_epoch=exchange.epoch.clone(),
             counts=new(shape.tp_size, dtype=torch.int32),
             progress=new(1, dtype=torch.int32),
             gates=new(3, layers + 1, GATE_STRIDE, dtype=torch.int32),
@@ -175,24 +173,22 @@ class LinkedPair:
         return None if self.exchange.agreed is None else self.exchange.agreed[layer]
 
 
-@triton.jit(do_not_specialize_on_alignment=["arrived_ptr"])
-def _note_arrival_kernel(arrived_ptr, epoch_ptr, IS_LAST: tl.constexpr):
+@triton.jit(do_not_specialize=["epoch"], do_not_specialize_on_alignment=["arrived_ptr"])
+def _note_arrival_kernel(arrived_ptr, epoch):
     """Grid [1]."""
-    epoch = tl.load(epoch_ptr)
+    epoch = tl.zeros([], tl.int32) + epoch.to(tl.int32)
     tl.store(arrived_ptr, pack_packets(tl.zeros([], tl.float32), epoch), cache_modifier=".wt")
-    if IS_LAST:
-        tl.store(epoch_ptr, epoch + 1)
 
 
-def note_arrival(pair: LinkedPair, slot: int) -> None:
+def note_arrival(pair: LinkedPair, slot: int, epoch: int) -> None:
     """Tell the kernels of this rank that a message has arrived: launch it behind the copy into `inbox[slot]`.
 
-    The slot behind the inbox stands for `ending`, which the speculator receives.
-
-    Capture: graph-safe; allocates nothing.
+    Args:
+        slot: that behind the inbox stands for `ending`, which the speculator receives.
+        epoch: of the step; messages and kernels may be a step apart.
+    Not captured: the host launches it beside the step.
     """
-    is_last = slot == (len(pair.inbox) - 1 if pair.verifies else len(pair.inbox))
-    jit_launch(_note_arrival_kernel, (1,))(pair.arrived[slot:], pair.arrival_epoch, IS_LAST=is_last, num_warps=1)
+    jit_launch(_note_arrival_kernel, (1,))(pair.arrived[slot:], epoch, num_warps=1)
 
 
 @triton.jit

@@ -191,10 +191,14 @@ def _rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     if summary["gb_per_s"] is not None:
         share = f"{100 * summary['share_of_limit']:.0f} % of the copy limit"
         rows.append(("read", f"{summary['gb_per_s']:.1f} GB/s a rank, {share}"))
+    alone = summary["alone_steps"]
     if summary["hit_rate"] is not None:
         rows.append(("hit rate", f"{100 * summary['hit_rate']:.1f} % at lambda {summary['threshold']:g}"))
-    elif summary["mode"] in ("paired", "simulated") and summary["tokens_per_s"] is not None:
+    elif summary["mode"] in ("paired", "simulated") and summary["tokens_per_s"] is not None and not alone:
         rows.append(("hit rate", "- (of so short a text A~ reads everything: it cannot miss)"))
+    if alone:
+        why = "a pair did not pay (--pair-always speculates all the same)"
+        rows.append(("alone", f"{alone} steps in which each group decoded alone: {why}"))
     if summary["weights"] != summary["dtype"]:
         rows.append(("weights", summary["weights"]))
     if summary["drafts"] is not None:

@@ -7,7 +7,9 @@ ring in pinned host memory, which the host polls: no call into CUDA waits for an
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -23,6 +25,7 @@ from alspec.runtime.decode.captured_choice import CapturedChoice, ChoiceKinds
 from alspec.runtime.decode.decode_step import StepRecord
 from alspec.runtime.decode.decoder import Decoder, SpeculationState
 from alspec.runtime.decode.hooks import OperationHook, no_hook
+from alspec.runtime.decode.pair_policy import PairPolicy
 from alspec.runtime.decode.step_ring import StepRing, pinned
 
 __all__ = ["CapturedStep", "capture_graph"]
@@ -41,8 +44,20 @@ def capture_graph(device: torch.device, launch: Callable[[], None]) -> torch.cud
     return graph
 
 
+@dataclass
+class StepKind:
+    """One kind of step: its decoder, whether it has verdicts, and its graph."""
+
+    decoder: Decoder
+    speculates: bool
+    graph: torch.cuda.CUDAGraph | None = None
+
+
 class CapturedStep:
-    """The fused decode step of one batch on one rank, replayed from a graph or launched kernel by kernel."""
+    """The fused decode step of one batch on one rank, replayed from a graph or launched kernel by kernel.
+
+    A pair over a link may have a second kind of step, in which each group decodes alone: see pair_policy.py.
+    """
 
     is_fused = True
 
@@ -53,14 +68,25 @@ class CapturedStep:
         capacity: int,
         uses_graph: bool,
         operation: OperationHook,
+        alone: Decoder | None = None,
+        policy: PairPolicy | None = None,
     ) -> None:
-        """Create the step; `prepare` captures it. speculation: of a pair's decoder. capacity: tokens per request."""
+        """Create the step; `prepare` captures it.
+
+        Args:
+            speculation: of a pair's decoder.  capacity: tokens of each request.
+            alone: of one group, over the same buffers; `policy` says when it runs.
+        """
         self.uses_graph = uses_graph
         self._decoder = decoder
+        self._main = StepKind(decoder, speculation is not None)
+        self._alone = None if alone is None else StepKind(alone, False)
+        self._policy = policy
+        self._flying: deque[StepKind] = deque()  # steps that are launched and not read
+        self._num_tokens = 0  # of all requests when the generation began
         self._speculation = speculation
         self._capacity = capacity
         self._operation = operation
-        self._graph: torch.cuda.CUDAGraph | None = None
         self._prepared = False
         self._batch_size, self._device = decoder.buffers.token_ids.shape[0], decoder.buffers.token_ids.device
         self._choice = self._new_choice(SamplingConfig())
@@ -116,24 +142,28 @@ class CapturedStep:
         """Compile the step's kernels, run two steps, then capture one if graphs are used; returns the fault word."""
         seq_lens = [num_tokens + 1 for num_tokens in kept]
         self.begin([0] * self._batch_size, seq_lens)
-        if self._is_cuda:
-            # Collectives and copies of the step are not kernels of ours: they run here.
-            with compiling():
-                self._launch_step(no_hook)
-        for _ in range(2):
-            # Both write to the same place: the next one may lie in another block, whose tokens replace kept ones.
-            self._decoder.buffers.seq_lens.copy_(torch.tensor(seq_lens, dtype=torch.int32))
-            self._launch_step(no_hook)
-            self._launched += 1
-        self._taken = self._launched
-        fault = int(self._decoder.exchange.fault)
-        if fault:
-            return fault
-        if self.uses_graph:
-            launch = partial(self._launch_kernels, no_hook)
-            self._graph = capture_graph(self._device, launch)
+        for kind in self._kinds:
+            if self._is_cuda:
+                # Collectives and copies of the step are not kernels of ours: they run here.
+                with compiling():
+                    self._launch_step(kind, no_hook)
+            for _ in range(2):
+                # Both write to the same place: the next one may lie in another block, whose tokens replace kept ones.
+                self._decoder.buffers.seq_lens.copy_(torch.tensor(seq_lens, dtype=torch.int32))
+                self._launch_step(kind, no_hook)
+                self._launched += 1
+            self._taken = self._launched
+            fault = int(self._decoder.exchange.fault)
+            if fault:
+                return fault
+            if self.uses_graph:
+                kind.graph = capture_graph(self._device, partial(self._launch_kernels, kind, no_hook))
         self._prepared = True
         return 0
+
+    @property
+    def _kinds(self) -> list[StepKind]:
+        return [self._main] if self._alone is None else [self._main, self._alone]
 
     def begin(
         self,
@@ -148,6 +178,10 @@ class CapturedStep:
             self._choose_first_lists(self.prompt_queries)
         self._choice.begin(seen)
         # Drop the steps of the previous generation that were launched ahead and not read.
+        self._flying.clear()
+        self._num_tokens = sum(seq_lens)
+        if self._policy is not None:
+            self._policy.begin()
         self._begun = self._taken = self._launched = int(self._decoder.exchange.epoch) - 1
         self._begun_s, self._last_clock_ns = time.perf_counter(), 0
 
@@ -163,15 +197,34 @@ class CapturedStep:
 
     def catch_up(self, launched: int) -> None:
         """Launch the steps that other ranks have launched: each step needs all ranks. See `DecodeStep.catch_up`."""
-        while self._graph is not None and self._launched < launched:
-            self._replay(self._graph)
+        while self._main.graph is not None and self._launched < launched:
+            if self._policy is not None:  # its choice depends on the steps that are read
+                while len(self._flying) >= DEPTH:
+                    self._read()
+            self._launch(self._next_kind())
 
-    def _replay(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Launch a captured step. Ctrl-C is held until the step is counted."""
-        with interrupts_wait():
-            with self._decoder.launching():
-                graph.replay()
+    def _next_kind(self) -> StepKind:
+        """What kind of step is launched next: every rank has read as many steps by then, so all choose alike."""
+        if self._alone is None or self._policy is None or self._policy.speculates(self._tokens_at(self._launched)):
+            return self._main
+        return self._alone
+
+    def _tokens_at(self, step: int) -> int:
+        """Tokens of all requests when a step begins."""
+        return self._num_tokens + (step - self._begun) * self._batch_size
+
+    def _launch(self, kind: StepKind) -> None:
+        """Launch a step. Ctrl-C is held until a captured one is counted."""
+        if kind.graph is None:
+            self._launch_step(kind, self._operation)
             self._launched += 1
+            self._flying.append(kind)
+            return
+        with interrupts_wait():
+            with kind.decoder.launching(self._launched + 1):
+                kind.graph.replay()
+            self._launched += 1
+            self._flying.append(kind)
 
     @property
     def next_step(self) -> int:
@@ -187,25 +240,30 @@ class CapturedStep:
             self._set_live(live or [True] * self._batch_size)
         while self._launched < self._taken + depth:
             try:
-                if self._graph is not None:
-                    self._replay(self._graph)
-                else:
-                    self._launch_step(self._operation)
-                    self._launched += 1
+                self._launch(self._next_kind())
             except BaseException:
                 self._prepared = False  # an incomplete step leaves counts in the sampler's tables
                 raise
+        return self._read()
+
+    def _read(self) -> StepRecord:
+        """Read the oldest step in flight."""
+        kind = self._flying.popleft()
         self._taken += 1
         index = self._taken % RING_STEPS
         name = f"rank {self._decoder.exchange.rank}: step {self._taken - self._begun}"
         clock_ns, fault, *token_ids = self._ring.read(self._taken, name)
-        hits = None if self._hits_ring is None else self._hits_ring[index].bool()
+        hits = self._hits_ring[index].bool() if kind.speculates and self._hits_ring is not None else None
+        if hits is not None and self._policy is not None:
+            accepted: list[bool] = (hits | ~torch.tensor(self._live)).all(1).tolist()
+            self._policy.record(accepted, self._tokens_at(self._taken))
         logprobs = self._choice.read_logprobs(index)
         # The first step has no predecessor on the device's clock: it is timed by the host.
         first_us = (time.perf_counter() - self._begun_s) * 1e6
         step_us = (clock_ns - self._last_clock_ns) / 1e3 if self._last_clock_ns else first_us
         self._last_clock_ns = clock_ns
-        return StepRecord([[token] for token in token_ids], hits, step_us, fault, logprobs)
+        is_alone = kind is self._alone
+        return StepRecord([[token] for token in token_ids], hits, step_us, fault, logprobs, is_alone=is_alone)
 
     def _set_live(self, live: list[bool]) -> None:
         if live != self._live:
@@ -221,17 +279,19 @@ class CapturedStep:
         if self._is_cuda:
             # Steps in flight still write to the ring.
             torch.cuda.synchronize(self._device)
-        if self._graph is not None:
-            self._graph.reset()
-            self._graph = None
+        for kind in self._kinds:
+            if kind.graph is not None:
+                kind.graph.reset()
+                kind.graph = None
 
-    def _launch_step(self, operation: OperationHook) -> None:
-        with self._decoder.launching():
-            self._launch_kernels(operation)
+    def _launch_step(self, kind: StepKind, operation: OperationHook) -> None:
+        with kind.decoder.launching(self._launched + 1):
+            self._launch_kernels(kind, operation)
 
-    def _launch_kernels(self, operation: OperationHook) -> None:
+    def _launch_kernels(self, kind: StepKind, operation: OperationHook) -> None:
         """Launch every operation of one step, in order."""
-        decoder, buffers, speculation = self._decoder, self._decoder.buffers, self._speculation
+        decoder, buffers = kind.decoder, kind.decoder.buffers
+        hits = self._speculation.hits if kind.speculates and self._speculation is not None else None
         with operation("embed", 0):
             decoder.embed()
         decoder.run_layers(operation)
@@ -241,5 +301,5 @@ class CapturedStep:
             finish_step(
                 buffers.best, buffers.best_token, sampled, buffers.token_ids, buffers.seq_lens, self._capacity,
                 decoder.logit_exchange, self._ring.rows, self._ring.stamps,
-                None if speculation is None else speculation.hits, self._hits_ring, self._choice.logprobs_of(buffers),
+                hits, None if hits is None else self._hits_ring, self._choice.logprobs_of(buffers),
             )  # fmt: skip

@@ -34,6 +34,7 @@ class StepRecord:
     logprobs: Logprobs | None = None
     # Number of drafts for each request; all of its tokens but the last are accepted ones. None: the step never drafts.
     drafts: list[int] | None = None
+    is_alone: bool = False  # each group of a pair decoded alone, so there are no verdicts
 
 
 class DecodeStep(Protocol):

@@ -173,8 +173,8 @@ class Decoder:
         self._gammas.append((layers[-1].post_norm, self.weights.final_norm))
 
     @contextmanager
-    def launching(self) -> Iterator[None]:
-        """Around each launch of a step, or of its graph: launches what runs beside it."""
+    def launching(self, epoch: int) -> Iterator[None]:
+        """Around each launch of a step, or of its graph: launches what runs beside it. epoch: of the step."""
         yield
 
     def release(self) -> None:

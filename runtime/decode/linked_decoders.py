@@ -64,23 +64,23 @@ class LinkedDecoder(Decoder):
             self.speculation.recall.lists.fill_(-1)
 
     @contextmanager
-    def launching(self) -> Iterator[None]:
+    def launching(self, epoch: int) -> Iterator[None]:
         """Receive the messages of the step beside it. On a CPU they are expected before it, on a GPU launched after."""
         with interrupts_wait():  # the messages of a step are sent and received all, or none
             self.link.mark()
             if self.link.is_eager:
-                self.link.receive_step(self._messages())
+                self.link.receive_step(self._messages(epoch))
             yield
             if not self.link.is_eager:
-                self.link.receive_step(self._messages())
+                self.link.receive_step(self._messages(epoch))
 
     def release(self) -> None:
         """On a CPU: wait for the messages of all steps. On a GPU, that is to synchronise."""
         self.link.release()
 
-    def _messages(self) -> list[Expected]:
+    def _messages(self, epoch: int) -> list[Expected]:
         messages = [*self.pair.inbox] + ([] if self.pair.verifies else [self.pair.ending])
-        return [(message, partial(note_arrival, self.pair, slot)) for slot, message in enumerate(messages)]
+        return [(message, partial(note_arrival, self.pair, slot, epoch)) for slot, message in enumerate(messages)]
 
     def _agree(self) -> None:
         """Let the ranks of a group see the same messages. Over packets, the next kernel does it."""

@@ -6,6 +6,7 @@ import itertools
 import os
 import sys
 import threading
+import time
 from datetime import timedelta
 
 import torch
@@ -22,6 +23,7 @@ __all__ = ["NOTICE_S", "TIMEOUT", "PairMessage", "Transport", "agent_hosts_store
 TIMEOUT = timedelta(seconds=600)
 # A message may be expected while a user thinks: the heartbeat, not NCCL, ends a job with a dead rank.
 LINK_TIMEOUT = timedelta(days=7)
+PINGS = 10  # messages there and back of which the fastest counts
 NOTICE_S = 10.0  # ranks that wait longer than this for others print a notice
 
 # The server ends with the last store of this process, but other ranks may already be connected for their next engine.
@@ -278,6 +280,24 @@ class Transport:
             self._pair_link.ping(torch.zeros(1, dtype=torch.int64, device=self.device), placement.group == 0)
             self.synchronize()
         return self._pair_link
+
+    def message_us(self, message: Tensor, placement: Placement | None = None) -> float:
+        """Send a message to the paired rank and back several times; every rank of the job calls it.
+
+        Args:
+            message: written on the rank of the second group.  placement: as for `pair_link`.
+        Returns:
+            The shortest time of one way, microseconds.
+        """
+        link, is_first = self.pair_link(placement), (placement or self.placement).group == 0
+        times: list[float] = []
+        for _ in range(PINGS):
+            self.barrier()
+            started = time.perf_counter()
+            link.ping(message, is_first)
+            self.synchronize()
+            times.append((time.perf_counter() - started) * 1e6 / 2)
+        return min(times)
 
     def _small_group(self, ranks: list[int]) -> dist.ProcessGroup:
         """A process group whose collectives take one thread block, and so one SM."""

@@ -20,6 +20,7 @@ from alspec.kernels.linear.decode_weight import DecodeWeight
 from alspec.kernels.linear.library_products import LibraryProducts
 from alspec.kernels.linear.products import FusedProducts, Products
 from alspec.kernels.speculation.linked_pair import LinkedPair
+from alspec.latency_model import LinkCosts, tp_step_us
 from alspec.models.llama import Llama
 from alspec.models.llama_config import LlamaConfig
 from alspec.models.matrix_formats import largest_product
@@ -30,6 +31,7 @@ from alspec.runtime.decode.decoder import DecodeBuffers, Decoder, SpeculationSta
 from alspec.runtime.decode.eager_step import EagerStep
 from alspec.runtime.decode.hooks import OperationHook
 from alspec.runtime.decode.linked_decoders import Speculator, Verifier
+from alspec.runtime.decode.pair_policy import PairPolicy
 from alspec.runtime.decode.paired_decoder import PairedDecoder
 from alspec.runtime.distributed.peer_memory import build_exchanges, probe_peer_memory
 from alspec.runtime.distributed.placement import (
@@ -44,6 +46,7 @@ from alspec.runtime.distributed.placement import (
 )
 from alspec.runtime.distributed.transport import Transport
 from alspec.runtime.engine.memory import DTYPES
+from alspec.runtime.profiling.predicted_costs import link_costs, step_costs
 
 __all__ = [
     "Choices",
@@ -51,6 +54,7 @@ __all__ = [
     "build_captured_step",
     "build_decode_step",
     "choose",
+    "choose_pair_policy",
     "choose_products",
     "eager_notices",
     "find_peer_memory",
@@ -216,11 +220,12 @@ def build_decode_step(
     transport: Transport,
     peer_memory: PeerMemory | None,
     operation: OperationHook,
+    policy: PairPolicy | None = None,
 ) -> DecodeStep:
     """The decode step for one cache: captured where a fused step exists and the batch is small enough, else eager."""
     if choices.has_fused_step and cache.batch_size <= max_batch(choices.mode):
         paired = speculation if choices.mode == "paired" else None
-        return build_captured_step(model, cache, transport, peer_memory, choices.uses_graph, operation, paired)
+        return build_captured_step(model, cache, transport, peer_memory, choices.uses_graph, operation, paired, policy)
     return EagerStep(model, cache, transport, choices.mode, speculation, operation)
 
 
@@ -235,6 +240,26 @@ def choose_products(model: Llama, tp_size: int, num_rows: int) -> Products:
     return LibraryProducts(room, model.unpacked)
 
 
+def choose_pair_policy(
+    choices: Choices, config: EngineConfig, model: LlamaConfig, transport: Transport
+) -> PairPolicy | None:
+    """When the groups of a pair over a link decode alone; None: never, as in other jobs. Every rank calls it."""
+    placement, tp_size = choices.placement, choices.placement.tp_size
+    if not placement.is_linked or config.speculation.always or not choices.uses_graph:
+        return None
+    _, kv_heads = model.local_heads(tp_size)
+    message = torch.zeros(model.hidden_size + 2 * kv_heads * model.head_dim, dtype=torch.int64, device=choices.device)
+    own = torch.tensor([transport.message_us(message)], dtype=torch.float64, device=choices.device)
+    link_us = float(transport.all_gather_world(own).max())
+
+    def costs(num_tokens: int) -> tuple[float, LinkCosts]:
+        sizes = choices.dtype, num_tokens, config.kv_cache, config.kv_protect
+        alone_us = tp_step_us(step_costs(model, tp_size, 1, *sizes))
+        return alone_us, link_costs(model, tp_size, *sizes, link_us)
+
+    return PairPolicy(costs, model.num_layers)
+
+
 def build_captured_step(
     model: Llama,
     cache: Cache,
@@ -243,11 +268,13 @@ def build_captured_step(
     uses_graph: bool,
     operation: OperationHook,
     speculation: SpeculationConfig | None = None,
+    policy: PairPolicy | None = None,
 ) -> CapturedStep:
     """The fused step of one model and cache, with its buffers: one group, a pair over packets, or over a link.
 
     Args:
         speculation: given for two paired groups.
+        policy: says when the groups of a pair over a link decode alone; None: never.
     """
     config, batch_size, device = model.config, cache.batch_size, transport.device
     tp_size = transport.placement.tp_size
@@ -287,7 +314,8 @@ def build_captured_step(
         linked = LinkedPair.allocate(shape, exchange, placement.group, placement.paired_rank)
         state.hits = linked.hits  # the verifier's verdicts travel as they are
         decoder = (Verifier if linked.verifies else Speculator)(*common, state, linked, transport.pair_link())
-    return CapturedStep(decoder, state, cache.max_context, uses_graph, operation)
+    alone = None if policy is None or pair is not None else Decoder(*common)
+    return CapturedStep(decoder, state, cache.max_context, uses_graph, operation, alone, policy if alone else None)
 
 
 def _pair_shape(

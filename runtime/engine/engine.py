@@ -191,7 +191,8 @@ class Engine(Resources):
                 if request.live:
                     self._kept.appended(index, [request.token_ids[-1], *record.token_ids[index][:-1]])
             generation.step_us.append(record.step_us)
-            for token in generation.push(record.token_ids, record.hits, first_lossy, record.logprobs, record.drafts):
+            results = record.logprobs, record.drafts, record.is_alone
+            for token in generation.push(record.token_ids, record.hits, first_lossy, *results):
                 yield token
                 self._check_running(number)
 

@@ -172,7 +172,8 @@ class Generation:
     prefill_us: float = 0.0  # from the start of prefill to the first token on the host (TTFT)
     # Times of all decode steps. The host times eager steps and the first step; the device times the others.
     step_us: list[float] = field(default_factory=list)
-    hits: list[Tensor] = field(default_factory=list)  # every decode step: [L, B] bool
+    # Every step that speculates: [L, B] bool; None for a step of a pair in which each group decoded alone.
+    hits: list[Tensor | None] = field(default_factory=list)
     # With drafts, every decode step: (drafts, accepted ones) of each request that was live.
     rounds: list[list[tuple[int, int]]] = field(default_factory=list)
     num_answers: int = 1  # to each prompt; they lie side by side
@@ -199,6 +200,7 @@ class Generation:
         first_lossy: int,
         logprobs: Logprobs | None = None,
         drafts: list[int] | None = None,
+        is_alone: bool = False,
     ) -> Iterator[Token]:
         """Add each request's next tokens, and what their step measured.
 
@@ -208,8 +210,9 @@ class Generation:
             token_ids: of each request, in order; see `StepRecord`.
             hits: [L, B] bool.  first_lossy: tokens from which on `A~` leaves some out.
             logprobs: of all tokens, request after request.  drafts: proposed to each request.
+            is_alone: see `StepRecord`.
         """
-        if hits is not None:
+        if hits is not None or is_alone:
             self.hits.append(hits)
         if drafts is not None:
             rounds = zip(self.requests, drafts, token_ids, strict=True)

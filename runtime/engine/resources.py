@@ -188,8 +188,9 @@ class Resources:
         if self._drafting is not None:
             self.decode_step = self._drafting.build_step(*parts, self._peer_memory, self._step_operation)
         else:
+            policy = composition.choose_pair_policy(self._choices, self.config, config, self.connected())
             self.decode_step = composition.build_decode_step(
-                self._choices, self.config.speculation, *parts, self._peer_memory, self._step_operation
+                self._choices, self.config.speculation, *parts, self._peer_memory, self._step_operation, policy
             )
         if self._for_turns:
             self._append = build_row_append(

@@ -122,7 +122,6 @@ def measure(
     token_ids = first_tokens(engine, context, text_ids, sampling)
     records = list(engine.decode(token_ids, [context] * batch_size, WARMUP_STEPS + num_steps))[WARMUP_STEPS:]
     own_us = [record.step_us for record in records]
-    hits = [record.hits for record in records if record.hits is not None]
     gathered = transport.all_gather_world(torch.tensor(own_us, dtype=torch.float64, device=engine.device))
     seq_lens = [context + WARMUP_STEPS + num_steps // 2] * batch_size
     config = engine.config
@@ -131,7 +130,8 @@ def measure(
     )
     # Count only verdicts that could reject, as in `summarize`.
     shortest = 0 if is_forced else engine.config.speculation.first_lossy_length
-    counted = [step_hits for length, step_hits in enumerate(hits, context + WARMUP_STEPS) if length >= shortest]
+    numbered = enumerate(records, context + WARMUP_STEPS)
+    counted = [record.hits for length, record in numbered if length >= shortest and record.hits is not None]
     hit_rate = float(torch.stack(counted).float().mean()) if counted else None
     return Profile(context, batch_size, gathered.tolist(), hit_rate, read)
 

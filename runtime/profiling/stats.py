@@ -125,9 +125,10 @@ def summarize(generation: Generation, first_lossy: int) -> dict[str, Any]:
     tokens_ms = [us / 1e3 / tokens for us, tokens in of_steps]
     decoded = sum(new_tokens) - len(new_tokens)
     hit_rate = per_layer = None
-    if generation.hits:
-        hits = torch.stack(generation.hits).float()  # [steps, L, B]
-        steps = torch.arange(hits.shape[0])
+    judged = [(step, hits) for step, hits in enumerate(generation.hits) if hits is not None]
+    if judged:
+        hits = torch.stack([hits for _, hits in judged]).float()  # [steps, L, B]
+        steps = torch.tensor([step for step, _ in judged])
         live = torch.stack([steps < count - 1 for count in new_tokens], dim=1)
         # The first step reads the prompt and the first new token.
         lengths = torch.tensor([len(request.prompt_ids) + 1 for request in generation.requests]) + steps[:, None]
@@ -146,6 +147,7 @@ def summarize(generation: Generation, first_lossy: int) -> dict[str, Any]:
         "tokens_per_s": decoded / (sum(generation.step_us) / 1e6) if tokens_ms else None,
         "hit_rate": hit_rate,
         "hit_rate_per_layer": per_layer,
+        "alone_steps": len(generation.hits) - len(judged),
         "drafts": draft_summary(generation.rounds),
     }
 

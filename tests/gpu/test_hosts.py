@@ -30,7 +30,7 @@ def cases(mode: str, **engine: str) -> dict[str, Any]:
     text = (ROOT / "LICENSE").read_text(encoding="utf-8")
     tokenizer = Tokenizer.from_folder(DEMO_CHECKPOINT, LlamaConfig.from_folder(DEMO_CHECKPOINT))
     ids = 4 * tokenizer.encode(text, add_bos=False)
-    settings = {"speculation": {"mode": mode, "predictor": "window"}, "dtype": "fp32"} | engine
+    settings = {"speculation": {"mode": mode, "predictor": "window", "always": True}, "dtype": "fp32"} | engine
     run = {"name": "run", "engine": settings, "thresholds": ["0", "0.1", "inf"], "sampled": False, "long": False}
     batches = [[ids[start : start + length]] for length, start in PROMPTS.items()]
     return {"runs": [run], "batches": batches, "max_new_tokens": 24}

@@ -277,7 +277,7 @@ def test_without_peer_memory_the_text_is_the_same_over_nccl(mode: str, monkeypat
     """As asked for, so no line says why."""
     expected = text_over_symm(mode)
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
-    code, text, error = run(2, [GENERATE, "--speculation", mode, *STORM, "--transport", "nccl"])
+    code, text, error = run(2, [GENERATE, "--speculation", mode, "--pair-always", *STORM, "--transport", "nccl"])
     assert code == 0, error[-2000:]
     assert "because symm" not in error
     assert "nccl, captured graph" in error

@@ -60,7 +60,7 @@ class Run:
 
     def case(self, is_full: bool) -> dict[str, Any]:
         """A case of gpu_worker.py."""
-        engine = {"speculation": {"mode": self.mode}, "dtype": self.dtype}
+        engine = {"speculation": {"mode": self.mode, "always": True}, "dtype": self.dtype}
         engine |= {"transport": self.transport, "pair_transport": self.pair}
         recall = {"predictor": "recall", "recall_blocks": self.recall}
         engine["speculation"] |= recall if self.recall else {"predictor": "window"}

@@ -122,6 +122,7 @@ def test_json(generate_json: Callable[..., Any], checkpoint: Path) -> None:
     assert min(found["step_us"]) <= summary["ms_per_token_p50"] * 1e3 <= max(found["step_us"])
     assert found["config"]["speculation"] == {
         "mode": "simulated", "threshold": 0.3, "chunk_size": 128, "predictor": "window", "recall_blocks": 16,
+        "always": False,
     }  # fmt: skip
     assert found["config"]["model"] == str(checkpoint)
     assert GenerateConfig.model_validate(found["config"]).max_new_tokens == 12

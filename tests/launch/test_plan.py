@@ -12,12 +12,13 @@ from paths import ROOT
 
 from alspec.latency_model import StepCosts, linked_step_us, speculative_step_us, tp_step_us
 from alspec.launch import generate
-from alspec.launch.terminal.plan import PREDICTED_HIT_RATE, link_costs, step_costs
+from alspec.launch.terminal.plan import PREDICTED_HIT_RATE
 from alspec.models.demo import DEMO_CHECKPOINT
 from alspec.models.llama import Shard
 from alspec.models.llama_config import LlamaConfig
 from alspec.runtime.cache.codecs import cache_bytes
 from alspec.runtime.engine.memory import GIB, plan_memory
+from alspec.runtime.profiling.predicted_costs import link_costs, step_costs
 from alspec.runtime.profiling.profile import forced_verdicts
 
 PART_NAMES = ("fixed", "layer", "attention", "sender", "receiver")

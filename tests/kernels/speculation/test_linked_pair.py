@@ -91,7 +91,7 @@ class Rank:
     pair: LinkedPair
     x: Tensor
     caches: list[KVLayer]
-    link: deque[tuple[int, Tensor]] = field(default_factory=deque)  # slots and messages that travel to this rank
+    link: deque[tuple[int, Tensor, int]] = field(default_factory=deque)  # slots, messages, epochs
     taken: int = 0
 
     def __post_init__(self) -> None:
@@ -137,12 +137,12 @@ class Pair:
 
     def send(self, rank: Rank, slot: int, message: Tensor) -> None:
         other = self.groups[1 - rank.pair.group][rank.pair.exchange.tp_rank]
-        other.link.append((slot, message.clone()))
+        other.link.append((slot, message.clone(), rank.epoch))
 
     def deliver(self, rank: Rank) -> None:
-        slot, message = rank.link.popleft()
+        slot, message, epoch = rank.link.popleft()
         (rank.pair.inbox[slot] if slot < len(rank.pair.inbox) else rank.pair.ending).copy_(message)
-        note_arrival(rank.pair, slot)
+        note_arrival(rank.pair, slot, epoch)
 
     def agree(self, group: list[Rank], launch: Callable[[Rank], None]) -> None:
         """Launch what needs the ranks of the group to see the same messages, on all of them."""
@@ -331,7 +331,7 @@ def test_a_message_counts_when_all_ranks_of_the_group_have_it(device: torch.devi
             late = behind if rank is group[-1] else 0
             for slot in range(layer + 1 - late):
                 rank.pair.inbox[slot, 0] = header if verifies or slot < layer else layer
-                note_arrival(rank.pair, slot)
+                note_arrival(rank.pair, slot, rank.epoch)
             rank.pair.sums.fill_(1.0)
             rank.pair.progress.fill_(-1 if verifies else 0)
         if verifies:  # takes x if it is there

@@ -41,6 +41,7 @@ def test_the_panel_has_the_numbers_of_the_summary(capsys: pytest.CaptureFixture[
             "share_of_limit": 0.75,
             "hit_rate": 0.625,
             "threshold": 0.1,
+            "alone_steps": 0,
             "draft": "ngram",
             "draft_tokens": 2,
             "drafts": {"tokens_per_step": 1.234, "rounds": 9, "accepted_histogram": [5, 3, 1]},

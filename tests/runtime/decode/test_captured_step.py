@@ -250,7 +250,7 @@ class Graph:
         self._left -= 1
         if self._left == 0:
             signal.raise_signal(signal.SIGINT)
-        self._captured._launch_kernels(no_hook)
+        self._captured._launch_kernels(self._captured._main, no_hook)
 
     def reset(self) -> None:
         """There is nothing to release."""
@@ -263,7 +263,7 @@ def test_an_interrupted_launch_leaves_nothing_behind(setting: Setting, sampling:
     captured = setting.new_step()
     captured.prepare(sampling)
     before = captured.launched
-    captured._graph = Graph(captured)  # type: ignore[assignment]
+    captured._main.graph = Graph(captured)  # type: ignore[assignment]
     with default_interrupts(), pytest.raises(KeyboardInterrupt):
         _run(captured, [1, 2], sampling)
     assert captured.launched == before + 3 == int(captured._decoder.exchange.epoch) - 1
@@ -282,11 +282,11 @@ def test_a_rank_catches_up_with_the_launches_of_other_ranks(setting: Setting) ->
     before = captured.launched
     captured.catch_up(before + 2)
     assert captured.launched == before
-    captured._graph = Graph(captured)  # type: ignore[assignment]
+    captured._main.graph = Graph(captured)  # type: ignore[assignment]
     for most, launched in ((before - 1, before), (before + 2, before + 2)):
         captured.catch_up(most)
         assert captured.launched == launched == int(captured._decoder.exchange.epoch) - 1
-    captured._graph = None
+    captured._main.graph = None
     assert _run(captured, setting.prefill(), GREEDY) == expected
 
 

@@ -10,6 +10,7 @@ import jobs
 import pytest
 import torch
 from paths import WORKERS
+from tiers import fast
 
 from alspec.config import SpeculationConfig
 from alspec.models.checkpoint.checkpoint import Checkpoint
@@ -82,22 +83,24 @@ def simulated(folder: Path, case: dict[str, Any]) -> list[dict[str, Any]]:
         speculation = SpeculationConfig(
             threshold=float(threshold["value"]), chunk_size=S, **case.get("predictor", {"predictor": "window"})
         )
-        eager = EagerStep(model, cache, transport, "simulated", speculation, no_hook)
+        eager = [EagerStep(model, cache, transport, mode, speculation, no_hook) for mode in ("off", "simulated")]
         tokens = [
             int(prefill(model, cache, transport, request, ids, no_hook)[0].argmax())
             for request, ids in enumerate(prompts)
         ]
         for step in range(threshold["steps"]):
-            result = eager.run(
+            speculates = case.get("kinds", [True] * 9)[step]
+            result = eager[speculates].run(
                 DecodeState(
                     torch.tensor(tokens),
                     torch.tensor([len(ids) + 1 + step for ids in prompts], dtype=torch.int32),
                     torch.tensor([step < limit for limit in case["live_steps"]]),
                 )
             )
-            assert result.hits is not None
+            assert (result.hits is not None) == speculates
             tokens = result.logits.argmax(1).tolist()
-            found.append({"tokens": tokens, "hits": result.hits.int().tolist(), "fault": 0})
+            hits = None if result.hits is None else result.hits.int().tolist()
+            found.append({"tokens": tokens, "hits": hits, "fault": 0})
     return found
 
 
@@ -107,8 +110,9 @@ def check(folder: Path, cases: list[dict[str, Any]], ranks: list[Any]) -> None:
     for found in ranks:
         assert [case["steps"] for case in found] == expected
     check_pairs(ranks)
-    for steps in expected:
-        assert {hit for step in steps[:3] for layer in step["hits"] for hit in layer} == {0, 1}
+    for case, steps in zip(cases, expected, strict=True):
+        judged = steps[: case["thresholds"][0]["steps"]]
+        assert {hit for step in judged for layer in step["hits"] or [] for hit in layer} == {0, 1}
 
 
 def check_pairs(ranks: list[Any]) -> None:
@@ -169,3 +173,18 @@ def test_recalled_blocks(small_folder: Path, tmp_path: Path) -> None:
         "thresholds": [{"value": "0.25", "steps": 4}],
     }
     check(small_folder, [case], run_ranks(tmp_path, small_folder, 2, [case]))
+
+
+ALONE: dict[str, Any] = QUANTISED | {
+    "predictor": {"predictor": "recall", "recall_blocks": 2},
+    "thresholds": [{"value": "0.2", "steps": 6}],
+    "kinds": [True, False, False, True, True, False],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("world_size", "has_packets"), fast([(2, False), (4, True)], keep=[(2, False)]))
+def test_groups_decode_alone_in_between(turbo_folder: Path, tmp_path: Path, world_size: int, has_packets: bool) -> None:
+    """Both compute the same step with full attention; then the pair goes on, with messages of a later step."""
+    check(turbo_folder, [ALONE], run_ranks(tmp_path, turbo_folder, world_size, [ALONE], has_packets))

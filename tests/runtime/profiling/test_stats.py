@@ -164,3 +164,10 @@ def test_summary_of_one_token() -> None:
 def test_bandwidth_counts_reads_and_writes_of_the_fastest_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stats, "seconds_in_a_row", lambda run, count, device: [0.5, 0.25, 1.0])
     assert stream_bandwidth(CPU) == 2 * 2**26 / 0.25
+
+
+def test_steps_in_which_groups_decoded_alone_have_no_verdicts() -> None:
+    """The second of three steps; with S = 128, `A~` leaves tokens out from 320 on, so from the second step."""
+    hits = [torch.tensor([[True], [True]]), None, torch.tensor([[True], [False]])]
+    summary = summarize(Generation([request(318, 4)], 1.0, [1.0] * 3, hits), 320)
+    assert (summary["alone_steps"], summary["hit_rate"], summary["hit_rate_per_layer"]) == (1, 0.5, [1.0, 0.0])

@@ -410,7 +410,7 @@ def pair(capability: int, tp_size: int, batch_size: int) -> dict[str, Any]:
             linked_pair._choose_x_kernel, chosen | gathered | {"header_ptr": None}, **slots
         ),
         "receive_residual, sent on": compiled(handover._receive_residual_kernel, only_channels, **slots),
-        "linked, note": compiled(linked_pair._note_arrival_kernel, {"IS_LAST": True}, **slots),
+        "linked, note": compiled(linked_pair._note_arrival_kernel, {}, **slots),
         "linked, replace": compiled(linked_pair._replace_newest_kernel, newest | no_tail, 2, **slots),
         "linked, replace, quantised": compiled(linked_pair._replace_newest_kernel, newest | into_tail, 2, **slots),
     }

@@ -64,6 +64,23 @@ def share_memory_of_the_host() -> None:
     host_memory._pin, InterpretedFunction.__call__ = pin, call
 
 
+class Script:
+    """Says for each step whether it speculates, as a policy does."""
+
+    def __init__(self, kinds: list[bool]) -> None:
+        self.kinds, self.place, self.recorded = kinds, 0, 0
+
+    def begin(self) -> None:
+        self.place = 0
+
+    def speculates(self, num_tokens: int) -> bool:
+        self.place += 1
+        return self.kinds[self.place - 1]
+
+    def record(self, accepted: list[bool], num_tokens: int) -> None:
+        self.recorded += 1
+
+
 def digest(cache: Cache) -> str:
     tensors = [cache.k, cache.v] if isinstance(cache, KVCache) else list(cache.layers.tensors.values())
     return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors)).hexdigest()
@@ -77,7 +94,8 @@ def run_case(model: Llama, transport: Transport, case: dict[str, Any], has_packe
     cache = new_cache(case["kv_cache"], config, *sizes, torch.float32, CPU, keeps_context=True)
     speculation = SpeculationConfig(mode="paired", chunk_size=128, **case.get("predictor", {"predictor": "window"}))
     memory: PeerMemory | None = "host" if has_packets else None
-    captured = build_captured_step(model, cache, transport, memory, False, no_hook, speculation)
+    policy: Any = Script(case["kinds"]) if "kinds" in case else None
+    captured = build_captured_step(model, cache, transport, memory, False, no_hook, speculation, policy)
     assert (captured._decoder.exchange.packets is not None) == has_packets
     found = []
     for threshold in case["thresholds"]:
@@ -92,9 +110,10 @@ def run_case(model: Llama, transport: Transport, case: dict[str, Any], has_packe
         for step in range(threshold["steps"]):
             live = [step < limit for limit in case["live_steps"]]
             record = captured.step(threshold["steps"] - step, live)
-            assert record.hits is not None
+            hits = None if record.hits is None else record.hits.int().tolist()
             made = [token for (token,) in record.token_ids]
-            found.append({"tokens": made, "hits": record.hits.int().tolist(), "fault": record.fault | fault})
+            found.append({"tokens": made, "hits": hits, "fault": record.fault | fault})
+    assert policy is None or policy.recorded == sum(case["kinds"])
     return {"steps": found, "cache": digest(cache)}
 
 

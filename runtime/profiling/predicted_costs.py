@@ -1,0 +1,99 @@
+"""Predicted parts of a captured decode step: times of bytes plus measured constants."""
+
+from __future__ import annotations
+
+import torch
+
+from alspec.latency_model import LinkCosts, StepCosts
+from alspec.models.llama import Shard
+from alspec.models.llama_config import LlamaConfig
+from alspec.models.matrix_formats import matrices_of
+from alspec.runtime.cache.codecs import read_bytes
+from alspec.runtime.profiling.stats import step_bytes
+
+__all__ = ["STREAM_BYTES_PER_S", "link_costs", "step_costs"]
+
+# Measured constants of captured steps: one request on H200s over peer memory (NVLink). Other transports and eager steps
+# take longer. Each constant names its source: rows in docs/results, by bench. tests/launch/test_plan.py compares every
+# predicted step with its row. Unless a comment says otherwise, decode_parts means one run: llama-3.1-8b, 131072 tokens,
+# 1 + 1 GPUs, half of the layers accept A~.
+STREAM_BYTES_PER_S = 4.26e12  # decode_step: stream_tb_s, 4.22 to 4.28
+# Attention reads the cache faster than a copy moves bytes, because it writes nothing back. Two kinds of rows agree:
+# "reading alone" (decode_attention, 32/8 heads of 128, 131072 tokens) and attention in decode_parts minus ATTENTION_US.
+READ_BYTES_PER_S = 4.5e12
+ATTENTION_US = 3.4  # decode_attention, 32/8 heads of 128, 1024 tokens: 4.2 to 4.3 minus the time of its bytes
+# For each all-reduce and each rank of the group; a layer has two. Fitted to decode_step, mode off.
+ALL_REDUCE_US = 0.65
+FIXED_US = 8.0  # outside of the layers; same fit, over shapes of 10 to 80 layers
+LAYER_US = 2.1  # in each layer; same fit
+PAIR_FIXED_US = 14.4  # decode_parts, fixed: 145.8 minus the time of its bytes and FIXED_US
+HANDOVER_US = 5.4  # decode_parts, layer: 109.9 minus the time of its bytes and LAYER_US
+VERDICT_US = 2.2  # decode_parts: sender 123.0 minus attention 120.9
+# decode_parts, receiver, over turbo4, where it varies least. If the whole attention is shorter, A~ comes no later than
+# its end.
+PREDICTOR_US = 9.7
+# The next three constants were fitted to all rows of linked_pair, because parts of a pair over TCP were not measured.
+LINK_US = 90.0  # one message, one way
+VERIFIER_US = 22.0  # the verifier's layer takes this much longer than that of a group alone
+SPECULATOR_US = 17.0  # the speculator's layer takes this much longer than its post- and pre-attention
+
+
+def step_costs(
+    config: LlamaConfig,
+    world_size: int,
+    num_groups: int,
+    dtype: torch.dtype,
+    context: int,
+    kv_cache: str = "bf16",
+    kv_protect: int = 0,
+) -> StepCosts:
+    """Predict the parts of one decode step on groups of `world_size / num_groups` ranks.
+
+    Each part is the time of its bytes plus measured constants.
+    """
+    tp_size = world_size // num_groups
+    shard = Shard(0, tp_size, 0, world_size)
+    cache = read_bytes(kv_cache, config, tp_size, dtype, context, kv_protect)
+    head = config.hidden_size * dtype.itemsize * -(-config.vocab_size // world_size)
+    layers = step_bytes(config, shard, dtype, [], kv_cache) - head
+
+    def microseconds(num_bytes: float) -> float:
+        return num_bytes / STREAM_BYTES_PER_S * 1e6
+
+    attention_us = cache / config.num_layers / READ_BYTES_PER_S * 1e6 + ATTENTION_US
+    fixed_us = microseconds(head) + FIXED_US
+    layer_us = microseconds(layers / config.num_layers) + LAYER_US
+    if tp_size > 1:
+        layer_us += 2 * tp_size * ALL_REDUCE_US
+    if num_groups > 1:
+        fixed_us, layer_us = fixed_us + PAIR_FIXED_US, layer_us + HANDOVER_US
+    return StepCosts(
+        num_layers=config.num_layers,
+        fixed_us=fixed_us,
+        layer_us=layer_us,
+        attention_us=attention_us,
+        sender_us=attention_us + VERDICT_US,
+        receiver_us=min(PREDICTOR_US, attention_us),
+    )
+
+
+def link_costs(
+    config: LlamaConfig,
+    tp_size: int,
+    dtype: torch.dtype,
+    context: int,
+    kv_cache: str = "bf16",
+    kv_protect: int = 0,
+    link_us: float = LINK_US,
+) -> LinkCosts:
+    """Predict the parts of one decode step of two groups of `tp_size` ranks, whose messages take `link_us` each way."""
+    alone = step_costs(config, tp_size, 1, dtype, context, kv_cache, kv_protect)
+    sizes = {name: matrix.rows * matrix.columns for name, matrix in matrices_of(config, tp_size).items()}
+    pre_us = alone.layer_us * sizes["qkv"] / sum(sizes.values())
+    return LinkCosts(
+        fixed_us=alone.fixed_us,
+        verifier_us=pre_us + alone.attention_us + VERIFIER_US,
+        post_us=alone.layer_us - pre_us,
+        speculator_us=alone.layer_us + SPECULATOR_US,
+        link_us=link_us,
+    )
