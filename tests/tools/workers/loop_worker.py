@@ -40,7 +40,7 @@ PAUSED_RUNS = 8
 def main() -> int:
     mode, transport, cases = sys.argv[1:]
     try:
-        config = {"speculation": {"mode": mode}, "dtype": "fp32", "transport": transport}
+        config = {"speculation": {"mode": mode, "always": True}, "dtype": "fp32", "transport": transport}
         engine = Engine(validate(EngineConfig, config, "worker"))
         with guarded(engine.heartbeat):
             for case in cases.split(","):
