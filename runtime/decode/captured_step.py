@@ -84,6 +84,7 @@ class CapturedStep:
         self._policy = policy
         self._flying: deque[StepKind] = deque()  # steps that are launched and not read
         self._num_tokens = 0  # of all requests when the generation began
+        self._depth = DEPTH  # most steps in flight
         self._speculation = speculation
         self._capacity = capacity
         self._operation = operation
@@ -199,7 +200,7 @@ class CapturedStep:
         """Launch the steps that other ranks have launched: each step needs all ranks. See `DecodeStep.catch_up`."""
         while self._main.graph is not None and self._launched < launched:
             if self._policy is not None:  # its choice depends on the steps that are read
-                while len(self._flying) >= DEPTH:
+                while len(self._flying) >= self._depth:
                     self._read()
             self._launch(self._next_kind())
 
@@ -233,9 +234,10 @@ class CapturedStep:
 
     def step(self, remaining: int, live: list[bool] | None = None) -> StepRecord:
         """Read the oldest step in flight; up to `DEPTH` - 1 later steps stay in flight. See `DecodeStep.step`."""
-        depth = min(DEPTH, remaining)
-        if live is not None and self._batch_size > 1 and self._speculation is not None:
-            depth = 1  # `live` may change after every step, and verdicts read it
+        # Verdicts of several requests read `live`, which may change after every step.
+        reads_live = live is not None and self._batch_size > 1 and self._speculation is not None
+        self._depth = 1 if reads_live else DEPTH
+        depth = min(self._depth, remaining)
         if self._speculation is not None:
             self._set_live(live or [True] * self._batch_size)
         while self._launched < self._taken + depth:
