@@ -196,6 +196,7 @@ def test_penalties_biases_and_log_probabilities_are_those_of_the_eager_step(
         torch.testing.assert_close(record.logprobs.values, reference.logprobs.values, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.full
 def test_only_other_cuts_need_another_capture(setting: Setting) -> None:
     captured = setting.new_step()
     with mock.patch.object(captured, "_capture", mock.Mock(wraps=captured._capture)) as capture:
