@@ -270,6 +270,7 @@ def test_presses_of_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
         assert signal.getsignal(signal.SIGINT) != signal.default_int_handler
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_two_ranks_through_a_pipe(tmp_path: Path) -> None:
     """Rank 0 reads; the answers are those of one rank."""

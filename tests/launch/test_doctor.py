@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 from paths import ROOT, WORKERS
-from tiers import fast
 
 from alspec.launch import doctor
 from alspec.models.demo import DEMO_CHECKPOINT
@@ -303,7 +302,8 @@ DESERTIONS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", fast(list(DESERTIONS), keep=["die"]))
+@pytest.mark.full
+@pytest.mark.parametrize("how", list(DESERTIONS))
 def test_a_rank_that_leaves_a_collective_is_named(how: str) -> None:
     started = time.monotonic()
     done = torchrun(2, WORKER, f"{how}:1:Gloo", "--transport", "gloo", "--deadline", 6)

@@ -5,6 +5,7 @@ The windows are longer than what `A~` reads (S = 128 in every test), so that lay
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,9 @@ CASES = [([700], 0.05, 0), ([700], 0.1, 2), ([640, 130, 500], 0.15, 2), ([450, 5
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", fast([1, 2, 4], keep=[2]))
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("world_size", "model"), fast(list(itertools.product([1, 2, 4], MODELS)), keep=[(2, "mixed_folder")])
+)
 def test_tokens_and_verdicts_of_the_oracle(
     model: str, world_size: int, run_ranks: Any, oracle_of: Any, make_prompt: Any, request: pytest.FixtureRequest
 ) -> None:
