@@ -41,7 +41,7 @@ from alspec.sas import Softmax
 __all__ = [
     "MAX_DRAFT_TOKENS", "MAX_LOGPROBS", "PROMPTS", "SHORT_DTYPES", "QUANTISED_CODECS", "BenchConfig", "ChatConfig",
     "ChoiceConfig", "CommandConfig", "DType", "DoctorConfig", "EngineConfig", "EvaluateConfig", "GenerateConfig",
-    "HeadWeights", "HitRate", "LatencyConfig", "SamplingConfig", "SpeculationConfig", "Weights", "check_softmax",
+    "HeadWeights", "HitRate", "LatencyConfig", "SamplingConfig", "SpeculationConfig", "Weights",
     "fits", "nearest_name", "validate",
 ]  # fmt: skip
 
@@ -488,22 +488,6 @@ class BenchConfig(CommandConfig):
     )
     seed: Int | None = Field(default=None, ge=0, description="seed of the shapes of --bench shapes (default: 0)")
     rows: FilePath | None = Field(default=None, description="append one JSON line for each measurement to this file")
-
-
-def cache_name(config: EngineConfig) -> str:
-    """The codec of the cache and its protected layers, as in `turboquant3, 2 layers at each end bf16`."""
-    protected = f", {config.kv_protect} layers at each end in {config.dtype or 'bf16'}" if config.kv_protect else ""
-    return config.kv_cache + protected
-
-
-def check_softmax(config: EngineConfig) -> None:
-    """Refuse a softmax that the codec does not have.
-
-    Raises:
-        UserError: names `softmax`.
-    """
-    if config.softmax == "sas" and config.kv_cache not in QUANTISED_CODECS:
-        raise UserError("softmax: sas needs a quantised cache; use --kv-cache turbo4 or another quantised codec")
 
 
 # pydantic's error type -> our text, with pydantic's values.

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from alspec.config import ChoiceConfig, HitRate, LatencyConfig, SamplingConfig, cache_name, check_softmax
+from alspec.config import ChoiceConfig, HitRate, LatencyConfig, SamplingConfig
 from alspec.errors import AlspecError, UserError
 from alspec.kernels.common.limits import max_batch
 from alspec.launch.latency_rounds import check_rounds, rounds_table, sweep_rounds
@@ -35,7 +35,7 @@ from alspec.launch.terminal.flags import (
 from alspec.launch.terminal.output import append_rows, exit_code, result_console, write_text, writing
 from alspec.launch.terminal.prompts import read_text_ids
 from alspec.models.checkpoint.source import model_config, model_name
-from alspec.runtime.cache.codecs import check_codec, fit_heads
+from alspec.runtime.cache.codecs import cache_name, check_codec, check_softmax, fit_heads
 from alspec.runtime.distributed.placement import Placement, choose_device, choose_mode, why_no_peers
 from alspec.runtime.engine.engine import Engine
 from alspec.runtime.faults.guard import guarded

@@ -7,12 +7,12 @@ import math
 from rich.console import Console
 from rich.table import Table
 
-from alspec.config import GenerateConfig, cache_name, check_softmax
+from alspec.config import GenerateConfig
 from alspec.error_bounds import high_probability_bound
 from alspec.latency_model import linked_step_us, speculative_step_us, tp_step_us
 from alspec.models.checkpoint.source import model_config
 from alspec.models.llama import Shard
-from alspec.runtime.cache.codecs import check_codec, fit_heads
+from alspec.runtime.cache.codecs import cache_name, check_codec, check_softmax, fit_heads
 from alspec.runtime.engine.composition import keeps_context, recalled_blocks
 from alspec.runtime.engine.drafting import draft_model_config, round_size
 from alspec.runtime.engine.kept_weights import with_weights

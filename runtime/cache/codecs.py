@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from alspec.config import QUANTISED_CODECS, EngineConfig
 from alspec.errors import UserError
 from alspec.kernels.attention.decode_quantised.quantised_decode import MAX_HEADS_PER_KV
 from alspec.kernels.kv_codec.quantised_layer import HEAD_DIMS
@@ -18,8 +19,10 @@ __all__ = [
     "Cache",
     "bytes_per_token",
     "cache_bytes",
+    "cache_name",
     "check_codec",
     "check_head_dim",
+    "check_softmax",
     "fit_heads",
     "new_cache",
     "read_bytes",
@@ -178,3 +181,19 @@ def _layers(codec: str, config: LlamaConfig, protect: int) -> tuple[int, int]:
     """Return the numbers of uncompressed and of quantised layers."""
     exact = config.num_layers if codec == "bf16" else 2 * protect
     return exact, config.num_layers - exact
+
+
+def cache_name(config: EngineConfig) -> str:
+    """The codec of the cache and its protected layers, as in `turboquant3, 2 layers at each end bf16`."""
+    protected = f", {config.kv_protect} layers at each end in {config.dtype or 'bf16'}" if config.kv_protect else ""
+    return config.kv_cache + protected
+
+
+def check_softmax(config: EngineConfig) -> None:
+    """Refuse a softmax that the codec does not have.
+
+    Raises:
+        UserError: names `softmax`.
+    """
+    if config.softmax == "sas" and config.kv_cache not in QUANTISED_CODECS:
+        raise UserError("softmax: sas needs a quantised cache; use --kv-cache turbo4 or another quantised codec")

@@ -12,11 +12,11 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from alspec.config import EngineConfig, check_softmax, validate
+from alspec.config import EngineConfig, validate
 from alspec.errors import UserError
 from alspec.models.checkpoint.source import model_config
 from alspec.models.llama import Llama
-from alspec.runtime.cache.codecs import Cache, fit_heads
+from alspec.runtime.cache.codecs import Cache, check_softmax, fit_heads
 from alspec.runtime.decode.decode_step import DecodeStep
 from alspec.runtime.decode.rounds.row_append import RowAppend
 from alspec.runtime.distributed.agreement import Agreement
