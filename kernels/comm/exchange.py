@@ -29,8 +29,8 @@ class Exchange:
     packets: Tensor | None = None  # [num_reduces, B, T, hidden] int64: what this rank reads
     own_packets: Tensor | None = None  # shape of `packets`: this rank's part is read here instead of there
     peers: Tensor | None = None  # [T or 2] int64, on the device: addresses of all `packets` that this rank writes
-    # Of a linked group with packets. [L, T, 1 + 2 B] int64, what this rank reads: from each rank of the group, how many
-    # messages have arrived in front of a layer, and the dist2 and norm2 of each request over the rank's heads.
+    # [L, T, 1 + 2 B] int64, only in a linked group with packets: each rank's count of arrived messages, and dist2 and
+    # norm2 of each request. The ranks need the same ones, to choose alike.
     agreed: Tensor | None = None
     agreed_peers: Tensor | None = None  # [T] int64, on the device: address of each rank's `agreed`
 

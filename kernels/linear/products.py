@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from alspec.kernels.linear import projections, push
-from alspec.kernels.linear.library_products import LibraryProducts
+from alspec.kernels.linear.gemm_products import GemmProducts
 
 __all__ = ["FusedProducts", "Products"]
 
@@ -17,4 +17,4 @@ class FusedProducts:
     lm_head = staticmethod(push.lm_head)
 
 
-Products = FusedProducts | LibraryProducts
+Products = FusedProducts | GemmProducts

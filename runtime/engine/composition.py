@@ -17,7 +17,7 @@ from alspec.kernels.attention.recall import RecallState
 from alspec.kernels.comm.pair_state import PairShape
 from alspec.kernels.common.limits import FAST_ROWS, MAX_FUSED_ROWS, MAX_ROWS, max_batch
 from alspec.kernels.linear.decode_weight import DecodeWeight
-from alspec.kernels.linear.library_products import LibraryProducts
+from alspec.kernels.linear.gemm_products import GemmProducts
 from alspec.kernels.linear.products import FusedProducts, Products
 from alspec.kernels.speculation.linked_pair import LinkedPair
 from alspec.latency_model import LinkCosts, tp_step_us
@@ -237,7 +237,7 @@ def choose_products(model: Llama, tp_size: int, num_rows: int) -> Products:
         return FusedProducts()
     head_rows, device = model.weights.lm_head.shape[0], model.weights.embedding.device
     room = torch.zeros(num_rows * largest_product(model.config, tp_size, head_rows), device=device)
-    return LibraryProducts(room, model.unpacked)
+    return GemmProducts(room, model.unpacked)
 
 
 def choose_pair_policy(

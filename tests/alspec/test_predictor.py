@@ -48,7 +48,7 @@ def test_up_to_one_chunk_the_window_is_empty(n: int) -> None:
 
 @pytest.mark.parametrize("sliding_window", [1, 63, 64, 65, 127, 128, 129, 200, 320, 321, 500])
 def test_ranges_of_a_sliding_window(sliding_window: int) -> None:
-    """Of the visible tokens, the ranges divide those in sink, in window and between; between lie whole blocks."""
+    """The ranges divide the visible tokens into sink, window and the rest; the rest is whole blocks."""
     for n in range(1, 800):
         sink_end, window_start = (int(end) for end in predictor_ranges(torch.tensor(n), 128, sliding_window))
         start = int(first_visible(torch.tensor(n), sliding_window))

@@ -25,9 +25,9 @@ from alspec.kernels.bench import measuring
 from alspec.kernels.kv_codec import codec_kernels
 from alspec.kernels.kv_codec.formats import FORMATS
 from alspec.kernels.linear import (
+    gemm_products,
     gemv_tile,
     head_norm,
-    library_products,
     mma_tile,
     packed_tile,
     projections,
@@ -193,8 +193,8 @@ def family_options(capability: int, tp_size: int, batch_size: int, gate: bool) -
 
 def many_rows(capability: int) -> dict[str, Variant]:
     """What follows the library's products of 40 rows, for the 8B shape on one rank and on one of two."""
-    shape = {"K": 4096, "S": 128, "SP": 128, "BLOCK": library_products.BLOCK, "bias_ptr": None}
-    push_kernel = library_products._push_products_kernel
+    shape = {"K": 4096, "S": 128, "SP": 128, "BLOCK": gemm_products.BLOCK, "bias_ptr": None}
+    push_kernel = gemm_products._push_products_kernel
 
     def pushed(peers: int, **more: Any) -> Variant:
         constants = shape | {"B": 40, "PEERS": peers, "SOURCES": max(1, peers)} | more
@@ -206,8 +206,8 @@ def many_rows(capability: int) -> dict[str, Variant]:
         "many rows, o": pushed(0, squares_ptr=None),
         "many rows, o, tp 2": pushed(2, squares_ptr=None),
         "many rows, logits": pushed(0),
-        "many rows, scale": variant(capability, library_products._scale_kernel, 4, shape),
-        "many rows, silu": variant(capability, library_products._silu_kernel, 4, shape | {"I": 14336}, out_ptr="*bf16"),
+        "many rows, scale": variant(capability, gemm_products._scale_kernel, 4, shape),
+        "many rows, silu": variant(capability, gemm_products._silu_kernel, 4, shape | {"I": 14336}, out_ptr="*bf16"),
         "many rows, rope and append": variant(capability, head_norm._norm_rope_append_kernel, 1, heads | none),
     }
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -118,14 +119,9 @@ def hopper(
     return error_of(launch) | counts_of(kernels)
 
 
-def hopper_rows(lengths: tuple[int, ...], num_rows: int, window: int, num_programs: int) -> Found:
-    """Lean attention of several rows of each request, each with a sliding window of its own, as launched on Hopper."""
-    launch = lean_launch.Launch.draw(lengths, 4, 2, 64, CPU, num_programs, 0, torch.bfloat16)
-    launch.slide(window + num_rows - 1, loaded=64)
-    row_lens = launch.seq_lens[:, None] - torch.arange(num_rows - 1, -1, -1, dtype=torch.int32)
-    q = torch.randn(len(lengths) * num_rows, 8, 64, generator=torch.Generator().manual_seed(window)).bfloat16()
-    out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:2], torch.nan)
-    workspace = lean_decode.LeanWorkspace.allocate(len(lengths), 8 * num_rows, 2, 64, CPU, num_programs)
+@contextmanager
+def on_hopper() -> Iterator[dict[str, Emulated]]:
+    """Launches of this block run Hopper's main loop in the emulator; yields its kernels."""
     kernels = {
         "lean_sm90_kernel": Emulated(lean_decode.lean_sm90_kernel, 90),
         "lean_combine_kernel": Emulated(lean_decode.lean_combine_kernel, 90),
@@ -135,6 +131,18 @@ def hopper_rows(lengths: tuple[int, ...], num_rows: int, window: int, num_progra
         mock.patch.object(lean_decode, "_settings", return_value=(64, 0, 2, True)),
         mock.patch.object(lean_decode, "_uses_tma", return_value=True),
     ):
+        yield kernels
+
+
+def hopper_rows(lengths: tuple[int, ...], num_rows: int, window: int, num_programs: int) -> Found:
+    """Lean attention of several rows of each request, each with a sliding window of its own, as launched on Hopper."""
+    launch = lean_launch.Launch.draw(lengths, 4, 2, 64, CPU, num_programs, 0, torch.bfloat16)
+    launch.slide(window + num_rows - 1, loaded=64)
+    row_lens = launch.seq_lens[:, None] - torch.arange(num_rows - 1, -1, -1, dtype=torch.int32)
+    q = torch.randn(len(lengths) * num_rows, 8, 64, generator=torch.Generator().manual_seed(window)).bfloat16()
+    out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:2], torch.nan)
+    workspace = lean_decode.LeanWorkspace.allocate(len(lengths), 8 * num_rows, 2, 64, CPU, num_programs)
+    with on_hopper() as kernels:
         lean_decode.lean_decode_attention(
             q, launch.k, launch.v, launch.seq_lens, 0.1, workspace, out, lse, row_lens=row_lens.contiguous(),
             sliding_window=window,
@@ -158,15 +166,7 @@ def hopper_recall(length: int, window: int | None, blocks: list[int]) -> Found:
     lists = torch.tensor([[blocks, [*blocks[1:], -1]]], dtype=torch.int32)
     block_lse = torch.full((1, 2, -(-length // 64), 4, 4), -torch.inf)
     launch.speculation = replace(launch.speculation, recall=lean_decode.RecallBuffers(lists, block_lse, 2))
-    kernels = {
-        "lean_sm90_kernel": Emulated(lean_decode.lean_sm90_kernel, 90),
-        "lean_combine_kernel": Emulated(lean_decode.lean_combine_kernel, 90),
-    }
-    with (
-        mock.patch.multiple(lean_decode, **kernels),
-        mock.patch.object(lean_decode, "_settings", return_value=(64, 0, 2, True)),
-        mock.patch.object(lean_decode, "_uses_tma", return_value=True),
-    ):
+    with on_hopper() as kernels:
         launch.run()
     token = torch.arange(launch.k.shape[2])
     visible = (token < length) & (token >= length - (window or length))

@@ -12,7 +12,7 @@ from round_cases import cached, engine_of, generated, put_captured
 from tiers import fast
 
 from alspec.config import SamplingConfig
-from alspec.kernels.linear.library_products import LibraryProducts
+from alspec.kernels.linear.gemm_products import GemmProducts
 from alspec.kernels.linear.products import FusedProducts
 from alspec.runtime.decode.rounds.captured_round import CapturedRoundStep
 
@@ -104,7 +104,7 @@ def test_rounds_of_more_rows_than_fused_products_take(
         put_captured(engine)
         step = engine.decode_step
         assert isinstance(step, CapturedRoundStep)
-        assert isinstance(step._drafting.decoder.products, LibraryProducts)
+        assert isinstance(step._drafting.decoder.products, GemmProducts)
         assert isinstance(step._plain.decoder.products, FusedProducts)
         assert generated(engine, prompts, sampling) == expected
         assert sum(accepted for step in engine.generation.rounds for _, accepted in step) > 0

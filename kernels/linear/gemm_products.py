@@ -27,7 +27,7 @@ from alspec.kernels.linear.head_norm import norm_rope_append
 from alspec.kernels.linear.push import add_row_bias, push_sums
 from alspec.kernels.linear.unpack_weight import unpack_weight
 
-__all__ = ["LibraryProducts"]
+__all__ = ["GemmProducts"]
 
 BLOCK = 1024  # sums of a program
 
@@ -117,7 +117,7 @@ def _silu_kernel(
 
 
 @dataclass(frozen=True)
-class LibraryProducts:
+class GemmProducts:
     """The four projections of a step over up to R rows, with room for what the library writes."""
 
     room: Tensor  # [R x the largest N] fp32: products

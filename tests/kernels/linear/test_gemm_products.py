@@ -14,16 +14,16 @@ from alspec.kernels.attention.oracles import gate_up_silu_ref, lm_head_ref, push
 from alspec.kernels.comm.exchange import Exchange, LogitExchange
 from alspec.kernels.comm.ll_packets import BAD_NUMBERS, split_fault, unpack_packets
 from alspec.kernels.linear.decode_weight import pack_weight
-from alspec.kernels.linear.library_products import LibraryProducts
+from alspec.kernels.linear.gemm_products import GemmProducts
 
 Check = Callable[[Tensor, Tensor, torch.dtype], None]
 DTYPES = [torch.float32, torch.bfloat16]
 EPOCH, ROWS = 6, 21
 
 
-def products_of(device: torch.device, widest: int, packed_numbers: int = 0) -> LibraryProducts:
+def products_of(device: torch.device, widest: int, packed_numbers: int = 0) -> GemmProducts:
     unpacked = torch.empty(packed_numbers, dtype=torch.bfloat16, device=device) if packed_numbers else None
-    return LibraryProducts(nan(device, torch.float32, ROWS * widest), unpacked)
+    return GemmProducts(nan(device, torch.float32, ROWS * widest), unpacked)
 
 
 def exchange_of(device: torch.device, hidden: int, tp_size: int, rank: int) -> Exchange:
