@@ -348,6 +348,8 @@ def spec_part_tokens(
         tiles = tl.minimum(tiles - first, part_tiles)
         end = tl.where(first < sink_tiles, sink, seq_len)
         first = first * SPEC_N + tl.where(first < sink_tiles, sink_first, window - sink_tiles * SPEC_N)
+    elif reach is not None:  # the sink may lie in front of all rows' sliding windows
+        first, end = tl.where(sink_tiles > 0, first, window), tl.where(sink_tiles > 0, end, seq_len)
     return first, end, tiles
 
 

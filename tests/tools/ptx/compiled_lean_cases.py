@@ -280,8 +280,8 @@ CASES: dict[str, Callable[[], Found]] = {
     "Hopper lean, 4 x 128, ragged, read before the wait, window": sound(
         lambda: hopper((200, 77, 300), 4, 2, 128, 5, early=True, window=130)
     ),
-    "Hopper lean, 3 x 96, spec, ragged, window": sound(lambda: hopper((400, 77, 120, 300), 3, 2, 96, 6, S, window=290)),
-    "Hopper lean, 4 x 128, two launches, window": sound(lambda: hopper(500, 4, 1, 128, 2, S, in_two=True, window=380)),
+    "Hopper lean, 3 x 96, spec, ragged, window": sound(lambda: hopper((400, 77, 120, 300), 3, 2, 96, 6, S, window=130)),
+    "Hopper lean, 4 x 128, two launches, window": sound(lambda: hopper(500, 4, 1, 128, 2, S, in_two=True, window=321)),
     "Hopper lean, 2 rows, window 65": sound(lambda: hopper_rows((200,), 2, 65, 3)),
     "Hopper lean, 4 rows, ragged, window 64": sound(lambda: hopper_rows((200, 130), 4, 64, 5)),
     "Hopper lean, recall": sound(lambda: hopper_recall(900, None, [2, 5, 9])),
