@@ -56,7 +56,10 @@ def weight_steps(rows: list[dict[str, Any]]) -> str:
             figures = f"{row['us']['p50'] / 1e3:.2f}", f"{row['tokens_per_s']:.0f}", f"{row['share_of_limit']:.0%}"
             lines[key] = [*key, *figures]
     head = ["shape", "requests", "weights", "LM head", "cache", "tokens", "ms", "tokens/s", "share of its byte limit"]
-    return table(head, list(lines.values()))
+    order = sorted(
+        lines, key=lambda key: (key[0] != "llama-3.1-8b", int(key[1]), WEIGHTS.index(key[2]), *key[3:5], int(key[5]))
+    )
+    return table(head, [lines[key] for key in order])
 
 
 def weight_products(rows: list[dict[str, Any]]) -> str:
