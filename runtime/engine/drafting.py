@@ -30,7 +30,7 @@ from alspec.runtime.engine.kept_weights import with_weights
 from alspec.runtime.engine.loading import open_model, read_weights
 from alspec.runtime.engine.memory import RoundSize
 from alspec.runtime.engine.round_composition import build_captured_rounds, serves_rows
-from alspec.runtime.profiling.stats import step_bytes
+from alspec.runtime.profiling.predicted_costs import step_us
 
 __all__ = ["Drafting", "draft_model_config", "round_size"]
 
@@ -170,36 +170,33 @@ class Drafting:
         return self.config.speculation.recalled if self.config.draft == "self" else 0
 
     def _cost(self, seq_lens: list[int]) -> float:
-        """Estimated time of one draft of all requests at these lengths, relative to a plain step: by bytes read."""
+        """Estimated time of one draft of all requests at these lengths, relative to a plain step."""
         if self.config.draft == "ngram":
             return 0.0
-        return self._self_cost(seq_lens) if self.config.draft == "self" else self._model_cost(seq_lens)
+        if self.config.draft == "self":
+            speculation = self.config.speculation
+            longest = first_lossy_length(speculation.chunk_size, speculation.recalled)
+            draft_us = self._step_us(self.copy_config or self.target, [min(n, longest) for n in seq_lens])
+        else:
+            assert self.model_config is not None
+            draft_us = step_us(self.model_config, self.choices.placement.shard, self.choices.dtype, seq_lens, "bf16", 0)
+        return draft_us / self._step_us(self.target, seq_lens)
 
-    def _step_bytes(self, model: LlamaConfig, seq_lens: list[int], kv_cache: str, kv_protect: int) -> int:
-        return step_bytes(model, self.choices.placement.shard, self.choices.dtype, seq_lens, kv_cache, kv_protect)
-
-    def _full_bytes(self, seq_lens: list[int]) -> int:
-        return self._step_bytes(self.target, seq_lens, self.config.kv_cache, self.config.kv_protect)
+    def _step_us(self, model: LlamaConfig, seq_lens: list[int]) -> float:
+        """Predicted time of a step over a cache as the model's."""
+        config = self.config
+        shard = self.choices.placement.shard
+        return step_us(model, shard, self.choices.dtype, seq_lens, config.kv_cache, config.kv_protect)
 
     def _fused_round_cost(self, seq_lens: list[int]) -> float:
         """Estimated time of a round over the fused kernels at these lengths, relative to a plain step.
 
         Over a quantised cache attention is bound by instructions, so that each further row costs as much as the first.
         """
-        is_quantised, weights = self.config.kv_cache != "bf16", self._full_bytes([1] * len(seq_lens))
-        attention = 1.0 - weights / self._full_bytes(seq_lens) if is_quantised else 0.0
+        attention = 0.0
+        if self.config.kv_cache != "bf16":
+            attention = 1.0 - self._step_us(self.target, [1] * len(seq_lens)) / self._step_us(self.target, seq_lens)
         return round_cost(self.config.draft_tokens, self._cost(seq_lens), FUSED_ROW_COST + attention, FUSED_COST)
-
-    def _self_cost(self, seq_lens: list[int]) -> float:
-        speculation = self.config.speculation
-        longest = first_lossy_length(speculation.chunk_size, speculation.recalled)
-        lengths, model = [min(n, longest) for n in seq_lens], self.copy_config or self.target
-        read = self._step_bytes(model, lengths, self.config.kv_cache, self.config.kv_protect)
-        return read / self._full_bytes(seq_lens)
-
-    def _model_cost(self, seq_lens: list[int]) -> float:
-        assert self.model_config is not None
-        return self._step_bytes(self.model_config, seq_lens, "bf16", 0) / self._full_bytes(seq_lens)
 
 
 def _copy_config(config: EngineConfig, target: LlamaConfig, choices: Choices) -> LlamaConfig | None:

@@ -11,7 +11,7 @@ from alspec.models.matrix_formats import matrices_of
 from alspec.runtime.cache.codecs import read_bytes
 from alspec.runtime.profiling.stats import step_bytes
 
-__all__ = ["STREAM_BYTES_PER_S", "link_costs", "step_costs"]
+__all__ = ["STREAM_BYTES_PER_S", "link_costs", "step_costs", "step_us"]
 
 # Measured constants of captured steps: one request on H200s over peer memory (NVLink). Other transports and eager steps
 # take longer. Each constant names its source: rows in docs/results, by bench. tests/launch/test_plan.py compares every
@@ -75,6 +75,19 @@ def step_costs(
         sender_us=attention_us + VERDICT_US,
         receiver_us=min(PREDICTOR_US, attention_us),
     )
+
+
+def step_us(
+    config: LlamaConfig, shard: Shard, dtype: torch.dtype, seq_lens: list[int], kv_cache: str, kv_protect: int
+) -> float:
+    """Predict one captured step of a group over requests of these lengths: the time of its bytes plus its launches.
+
+    Launches decide for small models: a step of SmolLM2-135M reads its bytes in a quarter of its time.
+    """
+    tp_size = shard.tp_size
+    layer_us = LAYER_US + ATTENTION_US + (2 * tp_size * ALL_REDUCE_US if tp_size > 1 else 0.0)
+    read = step_bytes(config, shard, dtype, seq_lens, kv_cache, kv_protect)
+    return read / STREAM_BYTES_PER_S * 1e6 + FIXED_US + config.num_layers * layer_us
 
 
 def link_costs(
