@@ -157,12 +157,14 @@ def test_forced_verdicts_ignore_the_sums(ranks: list[Any]) -> None:
         assert [step["hits"] for step in found[-1]["steps"]] == [[[1], [0], [1]], [[0]] * 3]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_quantised_cache_beyond_the_end_of_a_block(turbo_folder: Path, tmp_path: Path) -> None:
     check(turbo_folder, [QUANTISED], run_ranks(tmp_path, turbo_folder, 2, [QUANTISED]))
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_recalled_blocks(small_folder: Path, tmp_path: Path) -> None:
@@ -186,5 +188,8 @@ ALONE: dict[str, Any] = QUANTISED | {
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("world_size", "has_packets"), fast([(2, False), (4, True)], keep=[(2, False)]))
 def test_groups_decode_alone_in_between(turbo_folder: Path, tmp_path: Path, world_size: int, has_packets: bool) -> None:
-    """Both compute the same step with full attention; then the pair goes on, with messages of a later step."""
+    """Both compute the same step with full attention; then the pair goes on, with messages of a later step.
+
+    The cache is quantised, blocks are recalled, and a block ends.
+    """
     check(turbo_folder, [ALONE], run_ranks(tmp_path, turbo_folder, world_size, [ALONE], has_packets))

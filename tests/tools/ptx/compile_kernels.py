@@ -50,8 +50,8 @@ GATED = (
 FAST = {
     *("lean, batch 1", "lean, batch 8, spec", "lean, gated, spec, all", "lean, 4 x 128, spec in 5 parts"),
     *("lean, head 64, batch 8", "lean, 20 x 128, batch 8", "lean combine, batch 1", "lean combine, batch 8, spec"),
-    *("flashq", "flashq, 7 x 64, spec", "flashq combine, batch 1", "flashq combine, spec in 2 parts"),
-    *("lean, spec, recall", "lean combine, spec, recall", "flashq, spec, recall", "recall lists"),
+    *("flashq, 7 x 64, spec", "flashq combine, batch 1", "flashq combine, spec in 2 parts"),
+    *("lean, spec, recall", "lean combine, spec, recall", "recall lists"),
     *("lean, 5 rows, batch 1", "lean, spec, recall, window", "flashq, spec, recall, window"),
     *("prefill, head 64", "reading alone", "add_rms_norm", "rotate_heads", "silu_mul", "qkv, long rows"),
     *("weights, gate_up, int4", "weights, down, fp8", "weights, unpacked, int4"),
@@ -573,5 +573,5 @@ def _hopper_variants() -> dict[str, Variant]:
 
 def is_fast(name: str) -> bool:
     """Whether the fast tier compiles this variant for compute capability 9.0."""
-    begins = name.startswith(("kv_", "sampling, ", "round, ", "many rows, "))
+    begins = name.startswith(("kv_", "sampling, ", "round, ", "many rows, ")) and "turboquant3" not in name
     return name in FAST or begins or name.endswith(", tp 2, batch 1")
