@@ -16,19 +16,47 @@ def link(rows: list[dict[str, Any]]) -> str:
     text = (
         "8B shape with random weights, one request, bf16. Two GPUs of one host that may talk over TCP alone"
         f" ({SOCKETS}), as two hosts would, against one of them alone in the same run. Hits above 0 % are forced."
+        " A pair that does not pay pauses, unless it always speculates."
     )
     return "\n\n".join(["## Pairs over TCP", text, provenance(*rows), against_one(rows)])
 
 
 def against_one(rows: list[dict[str, Any]]) -> str:
-    """A line for each hit rate: tokens/s at each context, and how many times as fast as one GPU alone."""
-    alone = {row["case"]["context"]: row for row in rows if row["case"]["mode"] == "off"}
-    pairs: dict[float, dict[int, dict[str, Any]]] = {}
-    for row in rows:
-        if row["case"]["mode"] == "paired":
-            pairs.setdefault(row["case"]["hit_rate"], {})[row["case"]["context"]] = row
+    """A line for each way: tokens/s at each context, and how many times as fast as one GPU alone."""
+    alone = alone_of(rows)
     lines = [["one GPU alone", *(f"{row['tokens_per_s']:.0f}" for row in alone.values())]]
-    for hit_rate, found in sorted(pairs.items()):
+
+    def add(label: str, found: dict[int, dict[str, Any]]) -> None:
         cells = [f"{found[at]['tokens_per_s']:.0f} ({times_as_fast(alone[at], found[at])})" for at in alone]
-        lines.append([f"1 + 1, {hit_rate:.0%} of the layers accept", *cells])
+        lines.append([label, *cells])
+
+    add("two in tensor parallelism", split_of(rows))
+    for always, how in ((True, "always"), (False, "with pauses")):
+        for hit_rate, found in pairs_of(rows, always).items():
+            add(f"1 + 1, {hit_rate:.0%} of the layers accept, {how}", found)
     return table(["", *(f"{context} tokens" for context in alone)], lines)
+
+
+def alone_of(rows: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """The rows of one GPU alone, by context."""
+    return {row["case"]["context"]: row for row in rows if row["case"]["world"] == 1}
+
+
+def split_of(rows: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """The rows of tensor parallelism over the link, by context."""
+    return {row["case"]["context"]: row for row in rows if row["case"]["world"] > 1 and row["case"]["mode"] == "off"}
+
+
+def pairs_of(rows: list[dict[str, Any]], always: bool) -> dict[float, dict[int, dict[str, Any]]]:
+    """The rows of the pair, by hit rate and context.
+
+    always: rows of a pair that always speculates, not of one that pauses. That one may not speculate at all in a short
+    context, and then has no hit rate there. Rows of one rate follow each other, from the shortest context on.
+    """
+    groups: list[list[dict[str, Any]]] = []
+    for row in rows:
+        if row["case"]["mode"] == "paired" and ("--pair-always" in row["command"]) == always:
+            if not groups or row["case"]["context"] <= groups[-1][-1]["case"]["context"]:
+                groups.append([])
+            groups[-1].append(row)
+    return {group[-1]["case"]["hit_rate"]: {row["case"]["context"]: row for row in group} for group in groups}

@@ -12,8 +12,9 @@ from typing import Any
 
 import matplotlib
 import torch
+from link_table import alone_of, pairs_of
 from quality_tables import times_fewer
-from result_rows import HERE, REPORTED, read
+from result_rows import HERE, REPORTED, read, times_as_fast
 
 from alspec.latency_model import linked_step_us, tp_step_us
 from alspec.launch.plots import plot_quality, plot_shapes
@@ -64,14 +65,14 @@ def link_map(picture: Path, rows: list[Row]) -> None:
     shown = axes.contourf(contexts, shares, gains, levels=[0.8, 0.9, 1, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6], cmap="RdYlGn")
     figure.colorbar(shown, label="times as fast as one GPU alone, predicted")
     axes.contour(contexts, shares, gains, levels=[1.0], colors="black")
-    alone = {row["case"]["context"]: row["us"]["p50"] for row in rows if row["case"]["mode"] == "off"}
-    for row in rows:
-        case = row["case"]
-        if case["mode"] == "paired" and case["hit_rate"] >= rates[0]:
-            place = case["context"], 100 * case["hit_rate"]
-            axes.plot(*place, "k.")
-            gain = alone[case["context"]] / row["us"]["p50"]
-            axes.annotate(f"{gain:.2f}", place, textcoords="offset points", xytext=(4, -9), fontsize=8)
+    alone = alone_of(rows)
+    for rate, found in pairs_of(rows, always=True).items():
+        for context, row in found.items():
+            if rate >= rates[0]:
+                place = context, 100 * rate
+                axes.plot(*place, "k.")
+                gain = times_as_fast(alone[context], row)
+                axes.annotate(gain, place, textcoords="offset points", xytext=(4, -9), fontsize=8)
     axes.set_xscale("log", base=2)
     axes.set_xticks(contexts, [f"{context // 1024}K" for context in contexts])
     axes.set_xlabel("tokens in the cache")

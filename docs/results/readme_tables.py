@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from link_table import alone_of, pairs_of, split_of
 from result_rows import REPORTED, read, table, times_as_fast
 
 __all__ = ["attention_at_a_glance", "speculation_at_a_glance", "steps_at_a_glance"]
@@ -67,16 +68,16 @@ def attention_at_a_glance() -> str:
 
 def speculation_at_a_glance() -> str:
     """A pair of 1 + 1 H200s beside two in tensor parallelism over the same link, and one alone."""
-    over_tcp = {0.0: {}, 0.5: {}, 1.0: {}, None: {}}
-    for row in read("linked_pair.jsonl"):
-        over_tcp.setdefault(row["case"]["hit_rate"], {})[row["case"]["context"]] = row
+    linked = read("linked_pair.jsonl")
+    over_tcp = pairs_of(linked, always=True)
     lines = []
     for label in ("NVLink", "TCP"):
-        two = _steps(mode="off", world=2, transport="symm") if label == "NVLink" else {}
-        alone = _steps(mode="off", world=1) if label == "NVLink" else over_tcp[None]
+        is_nvlink = label == "NVLink"
+        two = _steps(mode="off", world=2, transport="symm") if is_nvlink else split_of(linked)
+        alone = _steps(mode="off", world=1) if is_nvlink else alone_of(linked)
         for hit_rate in (0.0, 0.5, 1.0):
             found = _steps(mode="paired", world=2, transport="symm", hit_rate=hit_rate)
-            pair = found if label == "NVLink" else over_tcp[hit_rate]
+            pair = found if is_nvlink else over_tcp[hit_rate]
             cells = []
             for at in PAIR_CONTEXTS:
                 row = pair.get(at)

@@ -33,13 +33,13 @@ def against_plain(rows: list[dict[str, Any]]) -> str:
         step_ms, round_ms = step["us"]["p50"] / 1e3, row["us"]["p50"] / 1e3
         lines.append(
             [
-                _drafter(row), str(case["draft_tokens"]), str(case["batch"]), _option(row, "--weights") or "bf16",
-                place[2], str(place[3]),
+                str(place[0]), _drafter(row), str(case["draft_tokens"]), str(case["batch"]),
+                _option(row, "--weights") or "bf16", place[2], str(place[3]),
                 f"{acceptance:.0%}", f"{step_ms:.2f}", f"{round_ms:.2f} ({round_ms / step_ms:.2f}x)",
                 f"{row['tokens_per_round']:.2f}", _gain(step, row),
             ]
         )  # fmt: skip
-    head = ["drafter", "K", "requests", "weights", "cache", "tokens", "accepted (forced)", "plain step, ms"]
+    head = ["GPUs", "drafter", "K", "requests", "weights", "cache", "tokens", "accepted (forced)", "plain step, ms"]
     return table([*head, "round, ms", "tokens a round", "tokens/s"], lines)
 
 

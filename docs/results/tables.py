@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from draft_table import accepted, drafts
+from draft_table import accepted, drafts, parted
 from link_table import against_one, link
 from quality_tables import (
     NEW_SCALE,
@@ -69,6 +69,7 @@ def main() -> None:
     write_between(
         HERE.parent / "drafts.md",
         drafts=accepted(read("drafts.jsonl")),
+        parted_texts=parted(read("draft_texts.jsonl")),
         rounds=against_plain(read("decode_rounds.jsonl")),
         rounds_of_texts=with_texts(read("decode_rounds.jsonl")),
     )
@@ -93,7 +94,7 @@ def main() -> None:
         quality(read("quality.jsonl")),
         speculation(),
         *recall(),
-        drafts(read("drafts.jsonl")),
+        drafts(read("drafts.jsonl"), read("draft_texts.jsonl")),
         rounds(read("decode_rounds.jsonl")),
         weights(read("weights.jsonl"), read("quality_weights.jsonl")),
         codecs("Demo checkpoint over caches", read("quality_codecs.jsonl")),

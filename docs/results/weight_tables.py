@@ -47,19 +47,17 @@ def weights(rows: list[dict[str, Any]], quality: list[dict[str, Any]]) -> str:
 
 def weight_steps(rows: list[dict[str, Any]]) -> str:
     """A line for each step; later rows replace earlier ones."""
-    lines = {}
+    lines: dict[tuple[Any, ...], list[str]] = {}
     for row in rows:
         if row["bench"] == "decode_step":
             case = row["case"]
-            options = case["weights"], case.get("lm_head", "bf16"), case["kv_cache"]
-            key = case["shape"], str(case["batch"]), *options, str(case["context"])
+            place = case["shape"] != "llama-3.1-8b", case["world"], case["batch"], WEIGHTS.index(case["weights"])
+            names = case["shape"], str(case["world"]), str(case["batch"]), case["weights"]
+            options = case.get("lm_head", "bf16"), case["kv_cache"]
             figures = f"{row['us']['p50'] / 1e3:.2f}", f"{row['tokens_per_s']:.0f}", f"{row['share_of_limit']:.0%}"
-            lines[key] = [*key, *figures]
-    head = ["shape", "requests", "weights", "LM head", "cache", "tokens", "ms", "tokens/s", "share of its byte limit"]
-    order = sorted(
-        lines, key=lambda key: (key[0] != "llama-3.1-8b", int(key[1]), WEIGHTS.index(key[2]), *key[3:5], int(key[5]))
-    )
-    return table(head, [lines[key] for key in order])
+            lines[*place, *options, case["context"]] = [*names, *options, str(case["context"]), *figures]
+    head = ["shape", "GPUs", "requests", "weights", "LM head", "cache", "tokens", "ms", "tokens/s"]
+    return table([*head, "share of its byte limit"], [lines[key] for key in sorted(lines)])
 
 
 def weight_products(rows: list[dict[str, Any]]) -> str:

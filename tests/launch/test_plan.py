@@ -73,7 +73,7 @@ def test_predicted_step_is_near_the_measured_one(row: dict[str, Any]) -> None:
     assert step_us == pytest.approx(row["us"]["p50"], rel=STEP_TOLERANCE)
 
 
-@pytest.mark.parametrize("row", [row for row in LINKED if row["case"]["mode"] == "paired"], ids=name_of)
+@pytest.mark.parametrize("row", [row for row in LINKED if "--pair-always" in row["command"]], ids=name_of)
 def test_predicted_step_over_a_link_is_near_the_measured_one(row: dict[str, Any]) -> None:
     config = LlamaConfig.from_shape(row["case"]["shape"])
     costs = link_costs(config, row["case"]["world"] // 2, torch.bfloat16, row["case"]["context"])
