@@ -16,6 +16,7 @@ __all__ = [
     "StepCosts",
     "hit_layer_us",
     "linked_step_us",
+    "linked_tp_step_us",
     "miss_layer_us",
     "speculative_step_us",
     "tp_step_us",
@@ -115,6 +116,17 @@ def speculative_step_us(costs: StepCosts, hit_rate: float) -> float:
 def tp_step_us(costs: StepCosts) -> float:
     """One token with tensor parallelism alone: `t = fixed + L (layer + FD)`."""
     return costs.fixed_us + costs.num_layers * (costs.layer_us + costs.attention_us)
+
+
+def linked_tp_step_us(costs: StepCosts, link_us: float) -> float:
+    """One token with tensor parallelism over a link, which it waits for twice in each layer.
+
+        t = fixed + L (layer + FD + 2 link)
+
+    Args:
+        costs: parts of a step in which all-reduces take no time, or that of peer memory.  link_us: of one all-reduce.
+    """
+    return tp_step_us(costs) + 2 * costs.num_layers * link_us
 
 
 def linked_step_us(costs: LinkCosts, accepted: Sequence[bool]) -> float:

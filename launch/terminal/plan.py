@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import math
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
 from alspec.config import GenerateConfig
 from alspec.error_bounds import high_probability_bound
-from alspec.latency_model import linked_step_us, speculative_step_us, tp_step_us
+from alspec.latency_model import linked_step_us, linked_tp_step_us, speculative_step_us, tp_step_us
 from alspec.models.checkpoint.source import model_config
 from alspec.models.llama import Shard
+from alspec.models.llama_config import LlamaConfig
 from alspec.runtime.cache.codecs import cache_name, check_codec, check_softmax, fit_heads
 from alspec.runtime.engine.composition import keeps_context, recalled_blocks
 from alspec.runtime.engine.drafting import draft_model_config, round_size
 from alspec.runtime.engine.kept_weights import with_weights
 from alspec.runtime.engine.memory import DTYPES, GIB, check_max_context, plan_memory
-from alspec.runtime.profiling.predicted_costs import STREAM_BYTES_PER_S, link_costs, step_costs
+from alspec.runtime.profiling.predicted_costs import LINK_US, STREAM_BYTES_PER_S, link_costs, step_costs
 from alspec.runtime.profiling.profile import forced_verdicts
 
 __all__ = ["print_plan"]
 
 PREDICTED_HIT_RATE = 0.65  # lowest of the published range, 65 to 80 %
 MAX_RANKS = 16
+OVER_TCP = "over TCP"
+MODES = {"off": 1, "paired": 2, f"{OVER_TCP}, off": 1, f"{OVER_TCP}, paired": 2}  # groups of ranks
 H200_GIB = 139  # as PyTorch reports it, minus 1 to 2 GiB that CUDA and NCCL take
 FAILURE_PROBABILITY = 0.01  # of the bound on the error of accepted A~
 
@@ -50,21 +54,21 @@ def print_plan(config: GenerateConfig) -> None:
     table = Table(
         title=f"{context} tokens, {weights}, cache {cache_name(config)}; captured step over peer "
         f"memory on H200s, {STREAM_BYTES_PER_S / 1e12:.1f} TB/s, paired at a hit rate of {PREDICTED_HIT_RATE:.2f}; "
-        "over TCP: a pair on two hosts, against one group alone",
+        f"over TCP: two hosts, {LINK_US:.0f} us a message, against one of them alone",
         caption=_what_speculation_changes(config.speculation.threshold, model.num_layers)
         if rounds is None
         else f"memory with --draft {config.draft}, latency of plain steps",
     )
     for name in ("ranks", "mode", "T", "weights GiB", "cache GiB", "buffers GiB", "ms/token", "against off"):
         table.add_column(name, justify="left" if name == "mode" else "right")
+    steps: dict[tuple[str, int], float] = {}  # microseconds, by mode and ranks
     worlds = {groups * tp_size for tp_size in model.valid_tp_sizes for groups in (1, 2)}
     for world_size in sorted(world for world in worlds if world <= MAX_RANKS):
-        off_us = None
-        for mode, num_groups in (("off", 1), ("paired", 2), ("over TCP", 2)):
+        for mode, num_groups in MODES.items():
             tp_size = world_size // num_groups
             if world_size % num_groups or tp_size not in model.valid_tp_sizes:
                 continue
-            if mode == "over TCP" and tp_size > 1:
+            if mode.startswith(OVER_TCP) and world_size != 2:
                 continue  # not measured
             if mode != "off" and rounds is not None:
                 continue
@@ -72,34 +76,51 @@ def print_plan(config: GenerateConfig) -> None:
                 continue
             if config.kv_cache == "turbo-mixed" and tp_size >= model.num_kv_heads:
                 continue  # a rank would have one KV head; turbo-mixed needs two
-            codec, protect, shards = config.kv_cache, config.kv_protect, tp_size if mode == "over TCP" else world_size
-            shard = Shard(0, tp_size, 0, shards)
-            run_mode = "off" if mode == "off" else "paired"
+            shard = Shard(0, tp_size, 0, tp_size if mode.startswith(OVER_TCP) else world_size)
+            run_mode = "off" if num_groups == 1 else "paired"
             recalled, keeps = recalled_blocks(config, run_mode), keeps_context(config, run_mode)
             kept = with_weights(config, model, tp_size, packs)
-            plan = plan_memory(kept, shard, dtype, 1, context, codec, "cuda", protect, recalled, rounds, keeps)
-            costs = step_costs(kept, world_size, num_groups, dtype, context, codec, protect)
-            against = ""
-            if mode == "over TCP":
-                accepted = list(map(bool, forced_verdicts(model.num_layers, PREDICTED_HIT_RATE)))
-                step_us = linked_step_us(link_costs(kept, tp_size, dtype, context, codec, protect), accepted)
-                off_us = tp_step_us(step_costs(kept, tp_size, 1, dtype, context, codec, protect))
-                against = f" of {tp_size}"
-            else:
-                step_us = tp_step_us(costs) if mode == "off" else speculative_step_us(costs, PREDICTED_HIT_RATE)
-            off_us = step_us if mode == "off" else off_us
+            plan = plan_memory(
+                kept, shard, dtype, 1, context, config.kv_cache, "cuda", config.kv_protect, recalled, rounds, keeps
+            )
             sizes = (plan.weights_bytes, plan.cache_bytes, plan.buffer_bytes)
             fits = sum(sizes) < H200_GIB * GIB
-            cells = [
-                str(world_size),
-                mode,
-                str(tp_size),
-                *(f"{size / GIB:.2f}" for size in sizes),
-                f"{step_us / 1e3:.2f}" if fits else "does not fit",
-                f"{off_us / step_us:.2f}x{against}" if mode != "off" and off_us is not None and fits else "-",
-            ]
-            table.add_row(*cells)
+            steps[mode, world_size] = _step_us(mode, kept, world_size, dtype, context, config, steps.get(("off", 1)))
+            base = ("off", 1 if mode.startswith(OVER_TCP) else world_size)
+            against = f" of {base[1]}" if mode.startswith(OVER_TCP) else ""
+            ratio = f"{steps[base] / steps[mode, world_size]:.2f}x{against}" if base in steps else "-"
+            table.add_row(
+                str(world_size), mode, str(tp_size), *(f"{size / GIB:.2f}" for size in sizes),
+                f"{steps[mode, world_size] / 1e3:.2f}" if fits else "does not fit",
+                ratio if fits and mode != "off" else "-",
+            )  # fmt: skip
     Console(width=120).print(table)
+
+
+def _step_us(
+    mode: str,
+    model: LlamaConfig,
+    world_size: int,
+    dtype: torch.dtype,
+    context: int,
+    config: GenerateConfig,
+    alone_us: float | None,
+) -> float:
+    """Predicted time of a step.
+
+    Args:
+        model: with the weights of one rank's group.  alone_us: of one rank, for two hosts.
+    """
+    num_groups, sizes = MODES[mode], (dtype, context, config.kv_cache, config.kv_protect)
+    costs = step_costs(model, world_size, num_groups, *sizes)
+    if mode == f"{OVER_TCP}, paired":
+        assert alone_us is not None
+        accepted = list(map(bool, forced_verdicts(model.num_layers, PREDICTED_HIT_RATE)))
+        always_us = linked_step_us(link_costs(model, world_size // num_groups, *sizes), accepted)
+        return min(always_us, alone_us)  # a pair that does not pay pauses
+    if mode == f"{OVER_TCP}, off":
+        return linked_tp_step_us(costs, LINK_US)
+    return tp_step_us(costs) if mode == "off" else speculative_step_us(costs, PREDICTED_HIT_RATE)
 
 
 def _what_speculation_changes(threshold: float, num_layers: int) -> str | None:

@@ -11,7 +11,7 @@ from alspec.models.matrix_formats import matrices_of
 from alspec.runtime.cache.codecs import read_bytes
 from alspec.runtime.profiling.stats import step_bytes
 
-__all__ = ["STREAM_BYTES_PER_S", "link_costs", "step_costs", "step_us"]
+__all__ = ["LINK_US", "STREAM_BYTES_PER_S", "link_costs", "step_costs", "step_us"]
 
 # Measured constants of captured steps: one request on H200s over peer memory (NVLink). Other transports and eager steps
 # take longer. Each constant names its source: rows in docs/results, by bench. tests/launch/test_plan.py compares every

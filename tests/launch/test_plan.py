@@ -10,7 +10,7 @@ import pytest
 import torch
 from paths import ROOT
 
-from alspec.latency_model import StepCosts, linked_step_us, speculative_step_us, tp_step_us
+from alspec.latency_model import StepCosts, linked_step_us, linked_tp_step_us, speculative_step_us, tp_step_us
 from alspec.launch import generate
 from alspec.launch.terminal.plan import PREDICTED_HIT_RATE
 from alspec.models.demo import DEMO_CHECKPOINT
@@ -18,7 +18,7 @@ from alspec.models.llama import Shard
 from alspec.models.llama_config import LlamaConfig
 from alspec.runtime.cache.codecs import cache_bytes
 from alspec.runtime.engine.memory import GIB, plan_memory
-from alspec.runtime.profiling.predicted_costs import link_costs, step_costs
+from alspec.runtime.profiling.predicted_costs import LINK_US, link_costs, step_costs
 from alspec.runtime.profiling.profile import forced_verdicts
 
 PART_NAMES = ("fixed", "layer", "attention", "sender", "receiver")
@@ -79,6 +79,13 @@ def test_predicted_step_over_a_link_is_near_the_measured_one(row: dict[str, Any]
     costs = link_costs(config, row["case"]["world"] // 2, torch.bfloat16, row["case"]["context"])
     accepted = [bool(hit) for hit in forced_verdicts(config.num_layers, row["case"]["hit_rate"])]
     assert linked_step_us(costs, accepted) == pytest.approx(row["us"]["p50"], rel=STEP_TOLERANCE)
+
+
+@pytest.mark.parametrize("row", [row for row in LINKED if row["case"]["mode"] == "off"], ids=name_of)
+def test_predicted_tensor_parallelism_over_a_link_is_near_the_measured_one(row: dict[str, Any]) -> None:
+    costs = predicted(row["case"])
+    step_us = linked_tp_step_us(costs, LINK_US) if row["case"]["world"] > 1 else tp_step_us(costs)
+    assert step_us == pytest.approx(row["us"]["p50"], rel=STEP_TOLERANCE)
 
 
 @pytest.mark.parametrize("row", PARTS, ids=lambda row: f"{row['case']['shape']}-{row['case']['part']}")
