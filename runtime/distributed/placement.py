@@ -126,6 +126,11 @@ class Placement:
         return ranks.start >= self.host_ranks.start and ranks.stop <= self.host_ranks.stop
 
     @property
+    def is_one_host(self) -> bool:
+        """Whether all ranks of the job are on this rank's host."""
+        return self.local_world_size == self.world_size
+
+    @property
     def peer_gpus(self) -> list[int]:
         """The GPUs of the peers, which are on this rank's host."""
         return [rank - self.host_ranks.start for rank in self.peers]
@@ -172,7 +177,7 @@ def is_linked(config: EngineConfig, placement: Placement) -> bool:
     """Whether the two groups of a pair exchange messages over NCCL: as asked for, or because they span hosts."""
     if config.pair_transport != "auto":
         return config.pair_transport == "nccl"
-    return config.transport == "nccl" or not placement.is_inside_host(range(placement.world_size))
+    return config.transport == "nccl" or not placement.is_one_host
 
 
 def check_links(config: EngineConfig, mode: str, placement: Placement, device: torch.device) -> None:
@@ -192,7 +197,7 @@ def check_links(config: EngineConfig, mode: str, placement: Placement, device: t
     if between not in ("auto", "gloo") and device.type != "cuda":
         raise UserError(f"pair_transport: {between} needs GPUs, and this runs on the CPU; use auto or gloo")
     if between in ("symm", "host"):
-        if not placement.is_inside_host(range(placement.world_size)):
+        if not placement.is_one_host:
             raise UserError(f"pair_transport: {between} works inside one host, found several hosts; use auto or nccl")
         if inside not in ("auto", between):
             raise UserError(

@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -23,7 +24,7 @@ __all__ = ["NOTICE_S", "TIMEOUT", "PairMessage", "Transport", "agent_hosts_store
 TIMEOUT = timedelta(seconds=600)
 # A message may be expected while a user thinks: the heartbeat, not NCCL, ends a job with a dead rank.
 LINK_TIMEOUT = timedelta(days=7)
-PINGS = 10  # messages there and back of which the fastest counts
+PINGS = 10  # exchanges of which the fastest counts
 NOTICE_S = 10.0  # ranks that wait longer than this for others print a notice
 
 # The server ends with the last store of this process, but other ranks may already be connected for their next engine.
@@ -290,13 +291,22 @@ class Transport:
             The shortest time of one way, microseconds.
         """
         link, is_first = self.pair_link(placement), (placement or self.placement).group == 0
+        return self._shortest_us(lambda: link.ping(message, is_first)) / 2
+
+    def all_reduce_us(self, num_values: int) -> float:
+        """The shortest time of an all-reduce of fp32 values over the group; every rank of it calls it."""
+        values = torch.zeros(num_values, device=self.device)
+        return self._shortest_us(lambda: self.all_reduce(values))
+
+    def _shortest_us(self, exchange: Callable[[], object]) -> float:
+        """The shortest of several times that an exchange takes, microseconds."""
         times: list[float] = []
         for _ in range(PINGS):
             self.barrier()
             started = time.perf_counter()
-            link.ping(message, is_first)
+            exchange()
             self.synchronize()
-            times.append((time.perf_counter() - started) * 1e6 / 2)
+            times.append((time.perf_counter() - started) * 1e6)
         return min(times)
 
     def _small_group(self, ranks: list[int]) -> dist.ProcessGroup:

@@ -20,7 +20,7 @@ from alspec.kernels.linear.decode_weight import DecodeWeight
 from alspec.kernels.linear.gemm_products import GemmProducts
 from alspec.kernels.linear.products import FusedProducts, Products
 from alspec.kernels.speculation.linked_pair import LinkedPair
-from alspec.latency_model import LinkCosts, tp_step_us
+from alspec.latency_model import LinkCosts, linked_tp_step_us, tp_step_us
 from alspec.models.llama import Llama
 from alspec.models.llama_config import LlamaConfig
 from alspec.models.matrix_formats import largest_product
@@ -59,6 +59,7 @@ __all__ = [
     "eager_notices",
     "find_peer_memory",
     "keeps_context",
+    "network_notices",
     "recalled_blocks",
 ]
 
@@ -113,16 +114,16 @@ def choose(config: EngineConfig, model: LlamaConfig, has_trace: bool) -> Choices
             f"speculation: a pair, because heads do not divide over {placement.world_size} ranks; A~ within lambda "
             f"{config.speculation.threshold:g} is accepted (threshold 0 accepts none)"
         )
-    if mode == "off" and requested == "auto" and not placement.is_inside_host(range(placement.world_size)):
-        notices.append(
-            "speculation: off, with two all-reduces over the network in each layer; the verifier of a pair waits for "
-            "no message (--speculation paired), and one host alone may be faster (docs/two_hosts.md)"
-        )
     has_fused_step = device.type == "cuda" and mode in ("off", "paired")
     if has_fused_step and mode == "paired":
         placement = replace(placement, is_linked=is_linked(config, placement))
     if device.type == "cuda" and not has_fused_step:
         notices.append(f"{mode}: operations are launched one by one; captured steps serve off and paired")
+    if requested == "auto" and mode == "off" and not has_fused_step and not placement.is_one_host:
+        notices.append(
+            "speculation: off, with two all-reduces over the network in each layer; the verifier of a pair waits for "
+            "no message (--speculation paired), and one host alone may be faster (docs/two_hosts.md)"
+        )
     check_links(config, mode, placement, device)
     candidates = peer_memory_candidates(config, mode, len(placement.peers), has_fused_step)
     uses_graph = choose_graph(config, mode, device, has_fused_step, has_trace)
@@ -258,6 +259,35 @@ def choose_pair_policy(
         return alone_us, link_costs(model, tp_size, *sizes, link_us)
 
     return PairPolicy(costs, model.num_layers)
+
+
+def network_notices(
+    choices: Choices, config: EngineConfig, model: LlamaConfig, transport: Transport, context: int
+) -> list[str]:
+    """Say so if `auto` took tensor parallelism over several hosts and one alone is predicted to be faster.
+
+    Every rank calls it.
+    The time of an all-reduce is measured, that of kernels is an H200's.
+    """
+    placement = choices.placement
+    tp_size, of_host = placement.tp_size, placement.local_world_size
+    is_chosen = config.speculation.mode == "auto" and choices.mode == "off" and config.draft == "off"
+    if not is_chosen or not choices.has_fused_step or placement.is_one_host:
+        return []
+    own = torch.tensor([transport.all_reduce_us(model.hidden_size)], dtype=torch.float64, device=choices.device)
+    link_us = float(transport.all_gather_world(own).max())
+    if of_host not in model.valid_tp_sizes:
+        return []
+    sizes = choices.dtype, context, config.kv_cache, config.kv_protect
+    split_us = linked_tp_step_us(step_costs(model, tp_size, 1, *sizes), link_us)
+    alone_us = tp_step_us(step_costs(model, of_host, 1, *sizes))
+    if alone_us >= split_us:
+        return []
+    return [
+        f"speculation: off, and an all-reduce between the hosts takes {link_us:.0f} us: predicted for {context} tokens "
+        f"on H200s are {split_us / 1e3:.1f} ms a token, and {alone_us / 1e3:.1f} ms on one host alone or, at most, as "
+        "a pair (--speculation paired; docs/two_hosts.md)"
+    ]
 
 
 def build_captured_step(

@@ -179,6 +179,9 @@ class Resources:
         if not self._weights_bytes:
             with self.heartbeat.waiting("load"):
                 self._load_model()
+                self.notices += composition.network_notices(
+                    self._choices, self.config, config, self.connected(), max_context
+                )
             self._weights_bytes = memory.weights_bytes
         self.cache = composition.build_cache(
             self._choices, self.config, config, batch_size, max_context, self._for_turns
