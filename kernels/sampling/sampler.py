@@ -1,11 +1,14 @@
 """Min-p, top-k and top-p sampling inside a captured step: the same token as with a full sort, without sorting.
 
-Tokens are ordered by logit, largest first, and among equals by id, lowest first. Three *cuts* are positions in this
-order: the end of the first `top_k` tokens, the end of a share `top_p` of their probability, and the token that the
-random number draws. A radix select finds each cut, digit by digit of the logit's 32-bit sort key. One launch makes a
-histogram of the next digit, over the tokens whose earlier digits equal those of the cut. In the next launch every
-program finds the cut's digit in this histogram by itself. All cuts share the histogram of the first digit, because it
-counts all tokens. `min_p` needs no cut: tokens less likely than its share of the most likely one have probability 0.
+Of the tokens that the settings keep, the one is drawn whose `logit / temperature + noise` is largest. The noise of a
+token is Gumbel distributed, from a random number of its own, so each token is drawn with its probability (Gumbel-max).
+
+Tokens are ordered by logit, largest first, and among equals by id, lowest first. A *cut* is a position in this order:
+the end of the first `top_k` tokens, or of a share `top_p` of their probability. A radix select finds a cut, digit by
+digit of the logit's 32-bit sort key. One launch makes a histogram of the next digit, over the tokens whose earlier
+digits equal those of the cut. In the next launch every program finds the cut's digit in this histogram by itself. Both
+cuts share the histogram of the first digit, because it counts all tokens. `min_p` needs no cut: tokens less likely than
+its share of the most likely one are not kept.
 
 Probabilities are summed as integers, 2^45 for the most likely token of 128K. Integer sums do not depend on the order of
 additions, so all ranks choose the same token. Oracle: `alspec.runtime.decode.eager_sampling.sample`.
@@ -39,7 +42,6 @@ ROW = tl.constexpr(128)  # entries in a row of a table
 # Kinds of cut.
 TOP_K = tl.constexpr(0)
 TOP_P = tl.constexpr(1)
-DRAW = tl.constexpr(2)
 STATE = tl.constexpr(4)  # digits found so far, count and weight of the tokens before them, target
 
 
@@ -50,7 +52,7 @@ class Sampler:
     One captured step serves all settings of the same kinds: with or without top_k, top_p and min_p.
     """
 
-    cuts: tuple[int, ...]  # TOP_K and TOP_P if they are used; then DRAW
+    cuts: tuple[int, ...]  # TOP_K and TOP_P if they are used
     has_min_p: bool
     shares: Tensor  # [3] fp64: temperature, top_p, min_p
     numbers: Tensor  # [2] int64: top_k, seed
@@ -58,24 +60,29 @@ class Sampler:
     counts: Tensor  # [B, all tables] int32: tokens by digit; all 0 between steps but the last table
     weights: Tensor  # [B, all tables] int64: weight by digit; likewise
     state: Tensor  # [B, tables, STATE] int64
+    scores: Tensor  # [B, C] fp64: the largest logit / temperature + noise of a block
+    candidates: Tensor  # [B, C] int64: its token
     tokens: Tensor  # [B] int64: the chosen tokens
 
     @staticmethod
-    def kinds_of(choice: ChoiceConfig, vocab_size: int) -> tuple[tuple[int, ...], bool]:
-        """The cuts for these settings, in order, and whether min_p is used; none at temperature 0, which is greedy."""
+    def kinds_of(choice: ChoiceConfig, vocab_size: int) -> tuple[tuple[int, ...], bool] | None:
+        """The cuts for these settings, in order, and whether min_p is used; None at temperature 0, which is greedy."""
         if choice.temperature == 0.0:
-            return (), False
-        cuts = [(TOP_K, 0 < choice.top_k < vocab_size), (TOP_P, choice.top_p < 1.0), (DRAW, True)]
+            return None
+        cuts = [(TOP_K, 0 < choice.top_k < vocab_size), (TOP_P, choice.top_p < 1.0)]
         return tuple(int(cut.value) for cut, is_used in cuts if is_used), choice.min_p > 0.0
 
     @classmethod
-    def allocate(cls, kinds: tuple[tuple[int, ...], bool], batch_size: int, device: torch.device) -> Sampler | None:
-        """Allocate for the kinds of some settings; None without cuts. Call `set` before the first use."""
-        cuts, has_min_p = kinds
-        if not cuts:
+    def allocate(
+        cls, kinds: tuple[tuple[int, ...], bool] | None, batch_size: int, vocab_size: int, device: torch.device
+    ) -> Sampler | None:
+        """Allocate for the kinds of some settings; None if they are greedy. Call `set` before the first use."""
+        if kinds is None:
             return None
+        cuts, has_min_p = kinds
         num_tables = 1 + 2 * len(cuts)
         shape = (batch_size, int(FIRST_DIGITS.value) + (num_tables - 1) * int(DIGITS.value))
+        blocks = (batch_size, num_candidates(vocab_size))
         return cls(
             cuts=cuts,
             has_min_p=has_min_p,
@@ -84,6 +91,8 @@ class Sampler:
             counts=torch.zeros(shape, dtype=torch.int32, device=device),
             weights=torch.zeros(shape, dtype=torch.int64, device=device),
             state=torch.zeros(batch_size, num_tables, int(STATE.value), dtype=torch.int64, device=device),
+            scores=torch.zeros(blocks, dtype=torch.float64, device=device),
+            candidates=torch.zeros(blocks, dtype=torch.int64, device=device),
             tokens=torch.zeros(batch_size, dtype=torch.int64, device=device),
         )
 
@@ -235,19 +244,27 @@ def _first_digit_kernel(
 
 
 @triton.jit
-def _kept_weight(
+def _end_of_cut(
     counts_ptr, weights_ptr, state_ptr, max_logit, temperature, min_p, CUT: tl.constexpr, SCALE: tl.constexpr
 ):  # fmt: skip
-    """Return the weight of the tokens that a cut keeps: all with a larger logit, and some with the logit of the cut.
+    """Where a cut ends: it keeps all tokens with a smaller key, and the first ones with its own key.
 
-    counts_ptr, weights_ptr: tables of the cut's third digit.  state_ptr: of the launch that made them.
+    Args:
+        counts_ptr, weights_ptr: tables of the cut's third digit.  state_ptr: of the launch that made them.
+    Returns:
+        The key; how many tokens with this key are kept, and how many there are; the weight of all that are kept.
     """
     digits, count, weight = tl.load(state_ptr), tl.load(state_ptr + 1), tl.load(state_ptr + 2)
     target = tl.load(state_ptr + 3)
     digit, count, weight = _find_digit(counts_ptr, weights_ptr, target, count, weight, CUT == TOP_K, THIRD_DIGITS)
-    token_weight = _weight_of(logit_from_key(digits * THIRD_DIGITS + digit), max_logit, temperature, min_p, SCALE)
-    num_taken = target - count if CUT == TOP_K else (target - weight + token_weight - 1) // tl.maximum(token_weight, 1)
-    return weight + num_taken * token_weight
+    key = digits * THIRD_DIGITS + digit
+    token_weight = _weight_of(logit_from_key(key), max_logit, temperature, min_p, SCALE)
+    if CUT == TOP_K:
+        num_kept, num_equal = target - count, tl.load(counts_ptr + digit).to(tl.int64)
+    else:
+        divisor = tl.maximum(token_weight, 1)
+        num_kept, num_equal = (target - weight + divisor - 1) // divisor, tl.load(weights_ptr + digit) // divisor
+    return key, num_kept, num_equal, weight + num_kept * token_weight
 
 
 @triton.jit
@@ -262,9 +279,8 @@ def _store_state(state_ptr, digits, count, weight, target):
 
 @triton.jit
 def _cut_target(
-    request, max_logit, temperature, min_p, seq_lens_ptr, shares_ptr, numbers_ptr, counts_ptr, weights_ptr, state_ptr,
+    request, max_logit, temperature, min_p, shares_ptr, numbers_ptr, counts_ptr, weights_ptr, state_ptr,
     TABLE: tl.constexpr, CUT: tl.constexpr, CUT_BEFORE: tl.constexpr, TABLES: tl.constexpr, SCALE: tl.constexpr,
-    ROWS: tl.constexpr,
 ):  # fmt: skip
     """Return the target of a cut: a number of tokens, or a share of the weight that the previous cut keeps.
 
@@ -279,19 +295,11 @@ def _cut_target(
         else:
             table = _table(request, TABLE - 1, TABLES)
             state = state_ptr + (request * TABLES + TABLE - 1) * STATE
-            kept_weight = _kept_weight(
+            _, _, _, kept_weight = _end_of_cut(
                 counts_ptr + table, weights_ptr + table, state, max_logit, temperature, min_p, CUT_BEFORE, SCALE
             )  # fmt: skip
-        if CUT == TOP_P:
-            top_p = tl.load(shares_ptr + 1)
-            target = tl.maximum(tl.ceil(top_p * kept_weight.to(tl.float64)).to(tl.int64), 1)
-        else:
-            position = tl.load(seq_lens_ptr + request)
-            zero = position * 0
-            drawing = request if ROWS == 1 else request // ROWS
-            word, _, _, _ = tl.philox(tl.load(numbers_ptr + 1), position, drawing + zero, zero, zero)
-            uniform = word.to(tl.uint32, bitcast=True).to(tl.float64) / 4294967296.0
-            target = (uniform * kept_weight.to(tl.float64)).to(tl.int64) + 1
+        top_p = tl.load(shares_ptr + 1)
+        target = tl.maximum(tl.ceil(top_p * kept_weight.to(tl.float64)).to(tl.int64), 1)
     return target
 
 
@@ -299,7 +307,6 @@ def _cut_target(
 def _next_digit_kernel(
     logits_ptr,  # [B, V] fp32
     best_ptr,  # [B, C] fp32
-    seq_lens_ptr,  # [B] int32
     shares_ptr,  # [3] fp64
     numbers_ptr,  # [2] int64
     counts_ptr,  # [B, tables] int32
@@ -309,7 +316,6 @@ def _next_digit_kernel(
     TABLE: tl.constexpr,  # the table that this launch fills: of the cut's second digit if odd, of its third if even
     CUT: tl.constexpr,
     CUT_BEFORE: tl.constexpr,  # the previous cut, or None
-    ROWS: tl.constexpr,  # of each request; they share its random numbers
     MIN_P: tl.constexpr,
     TABLES: tl.constexpr,
     SCALE: tl.constexpr,
@@ -331,8 +337,8 @@ def _next_digit_kernel(
     state = state_ptr + (request * TABLES + TABLE) * STATE
     if IS_SECOND_DIGIT:
         target = _cut_target(
-            request, max_logit, temperature, min_p, seq_lens_ptr, shares_ptr, numbers_ptr, counts_ptr, weights_ptr,
-            state_ptr, TABLE, CUT, CUT_BEFORE, TABLES, SCALE, ROWS,
+            request, max_logit, temperature, min_p, shares_ptr, numbers_ptr, counts_ptr, weights_ptr, state_ptr, TABLE,
+            CUT, CUT_BEFORE, TABLES, SCALE,
         )  # fmt: skip
         prev = _table(request, 0, TABLES)
         digits, count, weight = _find_digit(counts_ptr + prev, weights_ptr + prev, target, 0, 0, BY_COUNT, FIRST_DIGITS)
@@ -354,15 +360,43 @@ def _next_digit_kernel(
 
 
 @triton.jit
-def _token_kernel(
-    logits_ptr,
-    best_ptr,
-    shares_ptr,
-    counts_ptr,
-    weights_ptr,
-    state_ptr,
-    tokens_ptr,  # [B] int64
+def _gumbel(seed, position, request, tokens):
+    """Gumbel noise of tokens, fp64: -log(-log u), u uniform with 52 bits. Counter and key as in `eager_sampling`."""
+    zero = tokens * 0
+    high, low, _, _ = tl.philox(seed, position + zero, request + zero, tokens, zero)
+    high, low = high.to(tl.uint32, bitcast=True), low.to(tl.uint32, bitcast=True) >> 12
+    uniform = (high.to(tl.float64) * 1048576.0 + low.to(tl.float64) + 0.5) / 4503599627370496.0
+    return -tl.log(-tl.log(uniform))
+
+
+@triton.jit
+def _is_inside(key, mask, logits_ptr, vocab_size, end, request, BLOCK: tl.constexpr):
+    """Whether a cut keeps the tokens of this program's block. end: as returned by `_end_of_cut`."""
+    cut_key, num_kept, num_equal, _ = end
+    is_equal = mask & (key == cut_key)
+    place = tl.cumsum(is_equal.to(tl.int64), 0)
+    if num_kept < num_equal:  # the cut keeps those with the lowest ids
+        for other in range(tl.program_id(0)):
+            ptrs = logits_ptr + request.to(tl.int64) * vocab_size + other * BLOCK + tl.arange(0, BLOCK)
+            place += tl.sum((sort_key(tl.load(ptrs)) == cut_key).to(tl.int64), 0)
+    return mask & ((key < cut_key) | (is_equal & (place <= num_kept)))
+
+
+@triton.jit
+def _score_kernel(
+    logits_ptr,  # [B, V] fp32
+    best_ptr,  # [B, C] fp32
+    seq_lens_ptr,  # [B] int32
+    shares_ptr,  # [3] fp64
+    numbers_ptr,  # [2] int64
+    counts_ptr,  # [B, tables] int32
+    weights_ptr,  # [B, tables] int64
+    state_ptr,  # [B, TABLES, STATE] int64
+    scores_ptr,  # [B, C] fp64
+    candidates_ptr,  # [B, C] int64
     vocab_size,
+    CUT: tl.constexpr,  # the last cut, or None
+    ROWS: tl.constexpr,  # of each request; they share its random numbers
     MIN_P: tl.constexpr,
     TABLES: tl.constexpr,
     SCALE: tl.constexpr,
@@ -371,40 +405,54 @@ def _token_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Choose the token at the drawn position; clear all tables but the last. Grid [C, B]."""
-    block, request = tl.program_id(0), tl.program_id(1)
-    _, key, mask, max_logit = _load_block(logits_ptr, best_ptr, request, vocab_size, C, C_PAD, BLOCK)
+    """The best token of a block; clears all tables but the last. Grid [C, B]."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    first, last = _table(request, 0, TABLES), _table(request, TABLES - 1, TABLES)
-    _clear(counts_ptr + first, weights_ptr + first, last - first, BLOCK)
-    state = state_ptr + (request * TABLES + TABLES - 1) * STATE
-    digits, weight, target = tl.load(state), tl.load(state + 2), tl.load(state + 3)
-    digit, _, weight = _find_digit(counts_ptr + last, weights_ptr + last, target, 0, weight, False, THIRD_DIGITS)
-    drawn_key = digits * THIRD_DIGITS + digit
+    block, request = tl.program_id(0), tl.program_id(1)
+    x, key, mask, max_logit = _load_block(logits_ptr, best_ptr, request, vocab_size, C, C_PAD, BLOCK)
+    temperature = tl.load(shares_ptr)
     min_p = tl.load(shares_ptr + 2) if MIN_P else None
-    token_weight = tl.maximum(_weight_of(logit_from_key(drawn_key), max_logit, tl.load(shares_ptr), min_p, SCALE), 1)
-    is_drawn = mask & (key == drawn_key)
-    num_found = tl.sum(is_drawn.to(tl.int64), 0)
-    if num_found > 0:
-        # Among tokens with the same logit, the rest of the target selects the drawn one.
-        index = (target - 1 - weight) // token_weight
-        if tl.load(weights_ptr + last + digit) > token_weight:
-            for other in range(block):
-                ptrs = logits_ptr + request.to(tl.int64) * vocab_size + other * BLOCK + tl.arange(0, BLOCK)
-                index -= tl.sum((sort_key(tl.load(ptrs)) == drawn_key).to(tl.int64), 0)
-        nth = tl.cumsum(is_drawn.to(tl.int64), 0) - 1
-        token = block * BLOCK + tl.arange(0, BLOCK)
-        tl.store(tokens_ptr + request + tl.zeros_like(token), token.to(tl.int64), mask=is_drawn & (nth == index))
+    if CUT is not None:
+        first, last = _table(request, 0, TABLES), _table(request, TABLES - 1, TABLES)
+        _clear(counts_ptr + first, weights_ptr + first, last - first, BLOCK)
+        state = state_ptr + (request * TABLES + TABLES - 1) * STATE
+        end = _end_of_cut(
+            counts_ptr + last, weights_ptr + last, state, max_logit, temperature, min_p, CUT, SCALE
+        )  # fmt: skip
+        mask = _is_inside(key, mask, logits_ptr, vocab_size, end, request, BLOCK)
+    scaled = (x.to(tl.float64) - max_logit.to(tl.float64)) / temperature
+    if min_p is not None:
+        mask = mask & (tl.exp(scaled) >= min_p)
+    tokens = block * BLOCK + tl.arange(0, BLOCK)
+    drawing = request if ROWS == 1 else request // ROWS
+    score = scaled + _gumbel(tl.load(numbers_ptr + 1), tl.load(seq_lens_ptr + request), drawing, tokens)
+    score = tl.where(mask & (score == score), score, float("-inf"))  # NaN is not drawn
+    largest = tl.max(score, 0)
+    tl.store(scores_ptr + request * C + block, largest)
+    tl.store(
+        candidates_ptr + request * C + block, tl.min(tl.where(score == largest, tokens, vocab_size), 0).to(tl.int64)
+    )
+
+
+@triton.jit
+def _choose_kernel(scores_ptr, candidates_ptr, tokens_ptr, C: tl.constexpr, C_PAD: tl.constexpr, PDL: tl.constexpr):
+    """The best token of all blocks, of the first one among equals. Grid [B]."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    request, blocks = tl.program_id(0), tl.arange(0, C_PAD)
+    scores = tl.load(scores_ptr + request * C + blocks, mask=blocks < C, other=float("-inf"))
+    block = tl.min(tl.where((scores == tl.max(scores, 0)) & (blocks < C), blocks, C_PAD), 0)
+    tl.store(tokens_ptr + request, tl.load(candidates_ptr + request * C + block))
 
 
 def sample_tokens(sampler: Sampler, logits: Tensor, best: Tensor, seq_lens: Tensor, rows: int = 1) -> Tensor:
     """Choose one token for each request, at position `seq_lens`. Oracle: `eager_sampling.sample`.
 
-    A token that is less likely than the most likely one by a factor of V / 2^63 has weight 0. Sums are exact here and
-    rounded in the oracle: if top_p ends exactly between equal tokens, the oracle may take one more. If logits are not
-    finite (see the fault word), the token is arbitrary.
+    In the sums for top_p, a token that is less likely than the most likely one by a factor of V / 2^63 has weight 0.
+    They are exact here and rounded in the oracle: if top_p ends exactly between equal tokens, the oracle may take one
+    more. If logits are not finite (see the fault word), the token is arbitrary.
 
     Args:
         logits: [B, V] fp32, V up to 2^24.
@@ -417,32 +465,39 @@ def sample_tokens(sampler: Sampler, logits: Tensor, best: Tensor, seq_lens: Tens
     """
     batch_size, vocab_size = logits.shape
     blocks = num_candidates(vocab_size)
-    tables = sampler.state.shape[1]
+    sizes = {"C": blocks, "C_PAD": triton.next_power_of_2(blocks)}
+    pdl = pdl_options(logits.device)
     options = {
         "MIN_P": sampler.has_min_p,
-        "TABLES": tables,
+        "TABLES": sampler.state.shape[1],
         "SCALE": 2.0 ** (62 - (vocab_size - 1).bit_length()),
-        "C": blocks,
-        "C_PAD": triton.next_power_of_2(blocks),
         "BLOCK": BLOCK,
         "num_warps": 8,
-        **pdl_options(logits.device),
+        **sizes,
+        **pdl,
     }
-    by_count = int(TOP_K.value) in sampler.cuts
-    sums = (sampler.shares, sampler.counts, sampler.weights)
+    settings, tables = (sampler.shares, sampler.numbers), (sampler.counts, sampler.weights)
     grid = (blocks, batch_size)
-    set_l1_carveout(
-        jit_launch(_first_digit_kernel, grid)(logits, best, *sums, vocab_size, BY_COUNT=by_count, **options)
-    )
+    if sampler.cuts:
+        compiled = jit_launch(_first_digit_kernel, grid)(
+            logits, best, sampler.shares, *tables, vocab_size, BY_COUNT=int(TOP_K.value) in sampler.cuts, **options
+        )
+        set_l1_carveout(compiled)
     for i, cut in enumerate(sampler.cuts):
         before = sampler.cuts[i - 1] if i else None
         for table in (1 + 2 * i, 2 + 2 * i):
             compiled = jit_launch(_next_digit_kernel, grid)(
-                logits, best, seq_lens, sampler.shares, sampler.numbers, sampler.counts, sampler.weights, sampler.state,
-                vocab_size, TABLE=table, CUT=cut, CUT_BEFORE=before, ROWS=rows, **options,
+                logits, best, *settings, *tables, sampler.state, vocab_size, TABLE=table, CUT=cut, CUT_BEFORE=before,
+                **options,
             )  # fmt: skip
             set_l1_carveout(compiled)
-    set_l1_carveout(
-        jit_launch(_token_kernel, grid)(logits, best, *sums, sampler.state, sampler.tokens, vocab_size, **options)
+    compiled = jit_launch(_score_kernel, grid)(
+        logits, best, seq_lens, *settings, *tables, sampler.state, sampler.scores, sampler.candidates, vocab_size,
+        CUT=sampler.cuts[-1] if sampler.cuts else None, ROWS=rows, **options,
+    )  # fmt: skip
+    set_l1_carveout(compiled)
+    compiled = jit_launch(_choose_kernel, (batch_size,))(
+        sampler.scores, sampler.candidates, sampler.tokens, num_warps=1, **sizes, **pdl
     )
+    set_l1_carveout(compiled)
     return sampler.tokens

@@ -21,7 +21,7 @@ __all__ = ["CapturedChoice", "ChoiceKinds"]
 class ChoiceKinds(NamedTuple):
     """Which kernels some settings need. One captured step serves all settings of the same kinds."""
 
-    sampler: tuple[tuple[int, ...], bool]  # cuts, min_p
+    sampler: tuple[tuple[int, ...], bool] | None  # cuts, min_p; None: greedy
     adjustment: tuple[bool, bool]  # biases, penalties
     logprobs: bool
 
@@ -40,7 +40,7 @@ class CapturedChoice:
     ) -> None:
         """Allocate; call `set` and `begin` before the first use. rows: of each request, in a round."""
         self.kinds, self._rows = kinds, rows
-        self._sampler = Sampler.allocate(kinds.sampler, batch_size * rows, device)
+        self._sampler = Sampler.allocate(kinds.sampler, batch_size * rows, vocab_size, device)
         self._adjustment = Adjustment.allocate(kinds.adjustment, batch_size, vocab_size, device, rows)
         self._logprobs = self._ring = None
         self._num_top = 0

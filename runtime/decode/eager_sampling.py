@@ -1,7 +1,7 @@
 """Choose the next token from the logits in plain torch: greedy, or at random with counter-based random numbers.
 
-Every rank computes the same token from the same logits: the random number of a token depends on (seed, request,
-position) alone, not on a generator's state, device or number of ranks.
+Every rank computes the same token from the same logits: a random number depends on (seed, request, position, token)
+alone, not on a generator's state, device or number of ranks.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from torch import Tensor
 from alspec.config import ChoiceConfig
 from alspec.kernels.sampling.adjustment import adjusted_ref, tokens_seen
 
-__all__ = ["DRAWN_AT_ONCE", "DRAW_BYTES", "philox", "philox_uniform", "probabilities", "sample", "starting_counts"]
+__all__ = ["DRAWN_AT_ONCE", "DRAW_BYTES", "gumbel", "philox", "probabilities", "sample", "starting_counts"]
 
 DRAWN_AT_ONCE = 8  # requests: bounds the memory of a large batch
-DRAW_BYTES = 64  # for each of their logits at most: the sort in `_ordered` and what follows it
+DRAW_BYTES = 128  # for each of their logits at most: what `philox` holds at a time, beside sorted logits
 
 _MASK = 0xFFFFFFFF
 
@@ -42,16 +42,18 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int])
     return c0, c1, c2, c3
 
 
-def philox_uniform(seed: int, request: Tensor, position: Tensor) -> Tensor:
-    """Uniform numbers in [0, 1): the first word of `philox` at the counter (position, request, 0, 0) under `seed`.
+def gumbel(seed: int, request: Tensor, position: Tensor, tokens: Tensor) -> Tensor:
+    """Gumbel noise: -log(-log u), where u is uniform, from `philox` at the counter (position, request, token, 0).
 
     Args:
-        seed: 64 bits.  request, position: [B] int64, below 2^32.
+        seed: 64 bits, the key.  request, position: [B] int64, below 2^32.  tokens: [B, n] int64.
     Returns:
-        [B] fp64 with 32 random bits.
+        [B, n] fp64; u has 52 random bits and is never 0 or 1.
     """
-    zero = torch.zeros_like(request)
-    return philox((position, request, zero, zero), (seed & _MASK, seed >> 32 & _MASK))[0].double() / 2**32
+    zero = torch.zeros_like(tokens)
+    counter = position[:, None] + zero, request[:, None] + zero, tokens, zero
+    high, low, _, _ = philox(counter, (seed & _MASK, seed >> 32 & _MASK))
+    return -(-((high * 2**20 + (low >> 12)).double().add_(0.5) / 2**52).log_()).log_()
 
 
 def _multiply(factor: int, counter: Tensor) -> tuple[Tensor, Tensor]:
@@ -63,26 +65,25 @@ def _multiply(factor: int, counter: Tensor) -> tuple[Tensor, Tensor]:
 def sample(
     logits: Tensor, choice: ChoiceConfig, request: Tensor, position: Tensor, seen: Tensor | None = None
 ) -> Tensor:
-    """Choose one token for each request: invert its distribution at `philox_uniform(seed, request, position)`.
+    """Choose one token for each request: the one with the largest log probability plus its own `gumbel` noise.
 
-    The distribution is that of `probabilities`. `temperature` 0 takes its one token.
+    So each token is drawn with its probability (Gumbel-max; Gumbel 1954, Maddison et al. 2014). Two distributions that
+    are near each other mostly draw the same token, which is what drafts need. The distribution is that of
+    `probabilities`. `temperature` 0 takes its one token.
 
     Args:
-        logits: [B, V] fp32.  request, position: [B] int64, the counters of the random number.
+        logits: [B, V] fp32.  request, position: [B] int64, the counters of the random numbers.
         seen: [B, V] int32, the tokens of prompts and answers (`tokens_seen`); needed for penalties.
     Returns:
         [B] int64.
     """
     if choice.temperature == 0.0:
         return _in_parts(lambda rows: adjusted_ref(logits[rows], choice, _rows(seen, rows)).argmax(dim=-1), len(logits))
-    uniform = philox_uniform(choice.seed, request, position)
 
     def draw(rows: slice) -> Tensor:
-        probs, tokens = _ordered(logits[rows], choice, _rows(seen, rows))
-        total = probs.cumsum(dim=-1)
-        target = uniform[rows, None] * total[:, -1:]
-        chosen = (total <= target).sum(dim=-1, keepdim=True).clamp(max=probs.shape[1] - 1)
-        return tokens.gather(1, chosen)[:, 0]
+        scaled, tokens = _ordered(logits[rows], choice, _rows(seen, rows))
+        scores = scaled.add_(gumbel(choice.seed, request[rows], position[rows], tokens))
+        return tokens.gather(1, scores.argmax(dim=-1, keepdim=True))[:, 0]
 
     return _in_parts(draw, len(logits))
 
@@ -103,12 +104,12 @@ def probabilities(logits: Tensor, choice: ChoiceConfig, seen: Tensor | None = No
     probs = torch.zeros_like(logits, dtype=torch.float64)
     if choice.temperature == 0.0:
         return probs.scatter_(1, adjusted_ref(logits, choice, seen).argmax(dim=-1, keepdim=True), 1.0)
-    ordered, tokens = _ordered(logits, choice, seen)
-    return probs.scatter_(1, tokens, ordered / ordered.sum(dim=-1, keepdim=True))
+    scaled, tokens = _ordered(logits, choice, seen)
+    return probs.scatter_(1, tokens, torch.softmax(scaled, dim=-1))
 
 
 def _ordered(logits: Tensor, choice: ChoiceConfig, seen: Tensor | None) -> tuple[Tensor, Tensor]:
-    """`probabilities`, most likely first and not normalised, and their tokens: at most top_k columns each."""
+    """Log probabilities but for a constant, most likely first, -inf if cut, and their tokens: at most top_k columns."""
     adjusted = adjusted_ref(logits, choice, seen).double()
     ordered, tokens = torch.sort(adjusted, dim=-1, descending=True, stable=True)
     if choice.top_k:
@@ -120,7 +121,7 @@ def _ordered(logits: Tensor, choice: ChoiceConfig, seen: Tensor | None) -> tuple
         scaled = scaled.masked_fill(scaled.exp() < choice.min_p, -torch.inf)
     probs = torch.softmax(scaled, dim=-1)
     # A token stays if the probability before it is below top_p; the first one always stays.
-    return probs * (probs.cumsum(dim=-1) - probs < choice.top_p), tokens
+    return scaled.masked_fill(probs.cumsum(dim=-1) - probs >= choice.top_p, -torch.inf), tokens
 
 
 def _rows(seen: Tensor | None, rows: slice) -> Tensor | None:

@@ -288,18 +288,18 @@ def sampled(capability: int, vocab_size: int = 128256) -> dict[str, Any]:
     """The kernels that choose a token: every cut, with and without min_p, biases, penalties and log probabilities."""
     blocks = -(-vocab_size // 1024)
     scale = 2.0 ** (62 - (vocab_size - 1).bit_length())
-    shape = {"TABLES": 7, "SCALE": scale, "C": blocks, "C_PAD": triton.next_power_of_2(blocks), "BLOCK": 1024}
+    shape = {"TABLES": 5, "SCALE": scale, "C": blocks, "C_PAD": triton.next_power_of_2(blocks), "BLOCK": 1024}
     shape |= {"PDL": capability >= 90, "MIN_P": False, "ROWS": 1, "FIRST_ROW": 0, "WIDTH": 1, "row_lens_ptr": None}
     types = {"shares_ptr": "*fp64", "numbers_ptr": "*i64", "counts_ptr": "*i32", "weights_ptr": "*i64"}
     types |= {"state_ptr": "*i64", "tokens_ptr": "*i64", "penalties_ptr": "*fp64", "bias_ptr": "*fp64"}
     types |= {"seen_ptr": "*i32", "num_top_ptr": "*i32", "block_keys_ptr": "*i64", "top_ptr": "*i64"}
-    types |= {"sampled_ptr": "*i64", "logprobs_ring_ptr": "*i64"}
+    types |= {"sampled_ptr": "*i64", "logprobs_ring_ptr": "*i64", "scores_ptr": "*fp64", "candidates_ptr": "*i64"}
 
     def compiled(kernel: Any, num_warps: int = 8, fuses: bool = True, **constants: Any) -> Any:
         constants = {name: value for name, value in (shape | constants).items() if name in kernel.arg_names}
         return variant(capability, kernel, num_warps, constants, fuses, **types)
 
-    top_k, top_p, draw = (int(cut.value) for cut in (sampler.TOP_K, sampler.TOP_P, sampler.DRAW))
+    top_k, top_p = int(sampler.TOP_K.value), int(sampler.TOP_P.value)
     finish = {"C": 128, "B": 8, "RING_STEPS": 16, "RING_HEADER": 2, "HITS": 1, "hits_ptr": None, "hits_ring_ptr": None}
     finish |= {"V": vocab_size, "TOP": 20, "TOP_PAD": 32}
     min_p = {"MIN_P": True}
@@ -307,18 +307,17 @@ def sampled(capability: int, vocab_size: int = 128256) -> dict[str, Any]:
         "sampling, first digit": compiled(sampler._first_digit_kernel, BY_COUNT=True),
         "sampling, second of top_k": compiled(sampler._next_digit_kernel, TABLE=1, CUT=top_k, CUT_BEFORE=None),
         "sampling, second of top_p": compiled(sampler._next_digit_kernel, TABLE=3, CUT=top_p, CUT_BEFORE=top_k),
-        "sampling, second drawn": compiled(sampler._next_digit_kernel, TABLE=5, CUT=draw, CUT_BEFORE=top_p),
         "sampling, third of top_k": compiled(sampler._next_digit_kernel, TABLE=2, CUT=top_k, CUT_BEFORE=None),
-        "sampling, third drawn": compiled(sampler._next_digit_kernel, TABLE=6, CUT=draw, CUT_BEFORE=top_p),
-        "sampling, token": compiled(sampler._token_kernel),
+        "sampling, third of top_p": compiled(sampler._next_digit_kernel, TABLE=4, CUT=top_p, CUT_BEFORE=top_k),
+        "sampling, score": compiled(sampler._score_kernel, CUT=None),
+        "sampling, score behind top_k": compiled(sampler._score_kernel, CUT=top_k),
+        "sampling, score behind top_p": compiled(sampler._score_kernel, CUT=top_p),
+        "sampling, choose": compiled(sampler._choose_kernel, num_warps=1),
         "sampling, first digit, min_p": compiled(sampler._first_digit_kernel, BY_COUNT=True, **min_p),
         "sampling, second of top_p, min_p": compiled(
             sampler._next_digit_kernel, TABLE=3, CUT=top_p, CUT_BEFORE=top_k, **min_p
         ),
-        "sampling, third drawn, min_p": compiled(
-            sampler._next_digit_kernel, TABLE=6, CUT=draw, CUT_BEFORE=top_p, **min_p
-        ),
-        "sampling, token, min_p": compiled(sampler._token_kernel, **min_p),
+        "sampling, score behind top_p, min_p": compiled(sampler._score_kernel, CUT=top_p, **min_p),
         "sampling, biases": compiled(adjustment._adjust_logits_kernel, fuses=False, seen_ptr=None),
         "sampling, penalties": compiled(adjustment._adjust_logits_kernel, fuses=False, bias_ptr=None),
         "sampling, biases and penalties": compiled(adjustment._adjust_logits_kernel, fuses=False),

@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 
 import compiled_lean_cases
+import compiled_sampler_cases
 import flashq_launch
 from comparison import check
 from emulated import CPU, Emulated, Found, S, broken, counts_of, error_of, sound
@@ -291,6 +292,7 @@ def _all_heads(**how: Any) -> Found:
 MIXED = [name for name in FORMATS if name != "flashq"]
 CASES: dict[str, Callable[[], Found]] = {
     **compiled_lean_cases.CASES,
+    **compiled_sampler_cases.CASES,
     "flashq, 4 x 128": sound(lambda: flashq((700,), 4, 2, 128, 6)),
     "flashq, 4 x 128, spec": sound(lambda: flashq((900,), 4, 2, 128, 6, S)),
     "flashq, 8 x 128, spec": sound(lambda: flashq((900,), 8, 1, 128, 4, S)),
@@ -422,6 +424,7 @@ FAST = (
     "logits, a packet of rank 1 misses its deadline",
     "handover, parts: 2",
     "handover of the previous step, parts: 2",
+    "sampler, top_k and top_p",
     "broken verdict, old packets",
 )
 

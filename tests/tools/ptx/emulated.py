@@ -29,7 +29,7 @@ __all__ = ["CPU", "Emulated", "Found", "S", "broken", "counts_of", "error_of", "
 
 TYPES = {
     torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int32: "i32", torch.int64: "i64",
-    torch.int8: "i8",
+    torch.int8: "i8", torch.float64: "fp64",
 }  # fmt: skip
 S = 128
 CPU = torch.device("cpu")

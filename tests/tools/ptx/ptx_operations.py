@@ -126,6 +126,7 @@ _operation("mad.lo", "", "", "")(lambda m, i, a, b, c: a * b + c)
 _operation("mad.wide", "", "", "wide", result="wide")(lambda m, i, a, b, c: np.multiply(a, b, dtype=c.dtype) + c)
 # One rounding: the product is exact in fp64.
 _operation("fma", "", "", "")(lambda m, i, a, b, c: (a.astype(np.float64) * b + c).astype(a.dtype))
+_operation("popc", "")(lambda m, i, x: np.array([int(bits).bit_count() for bits in x.tolist()], np.uint32))
 _operation("rcp", "")(lambda m, i, x: 1 / x)
 _operation("rsqrt", "")(lambda m, i, x: 1 / np.sqrt(x))
 _operation("selp", "", "", "pred")(lambda m, i, a, b, which: np.where(which, a, b))
@@ -245,6 +246,18 @@ def _store(m: Machine, i: Instruction, address: Values, values: Values) -> None:
             m.store_shared(address[m.on], data, m.warps[m.on])
         else:
             space.store(address[m.on], data, m.warps[m.on], m.clock, m.program)
+
+
+@_operation("atom", "address", "")
+def _add_atomically(m: Machine, i: Instruction, address: Values, values: Values) -> Values:
+    """Add to memory, thread after thread; a thread gets what was there. Additions do not race with each other."""
+    assert {"add", "global"} <= set(i.modifiers), i.text
+    found, space = np.zeros_like(values), _space(m, i)
+    for thread in np.flatnonzero(m.on):
+        at = space.at(address[[thread]], values.itemsize)[0]
+        found[thread] = space.bytes[at].view(values.dtype)[0]
+        space.bytes[at] = (found[[thread]] + values[[thread]]).view(np.uint8)
+    return found
 
 
 @_operation("cp.async", "address", "address", "u32", "u32", result=None)
