@@ -6,9 +6,10 @@ token of the text is the one that plain decoding gives with the same seed, greed
 
 This replaces the rejection sampling of speculative decoding (Leviathan et al., Chen et al., 2023), which keeps the
 distribution but gives another text for each drafter and K. Here the distribution is exact because each token is drawn
-from it by its own random number. A drafter with probabilities draws its drafts by the same random numbers as the model,
-which makes agreement likely: both invert their distributions at one number. `sample` inverts in the order of
-probability, where two tokens that change places shift all that follow, so agreement is below the overlap.
+from it by its own random numbers. A drafter with probabilities draws its drafts by the same ones as the model, which
+makes agreement likely: `sample` adds the same noise to each token's log probability, so with total variation v between
+the two distributions they draw the same token with probability (1 - v) / (1 + v) at least. Rejection sampling accepts
+1 - v (Daliri, Musco, Suresh, Coupling without Communication, 2024).
 
 Shapes: R = K + 1 rows of each of B requests: the newest token, then the drafts.
 """
