@@ -41,6 +41,8 @@ def weights(rows: list[dict[str, Any]], quality: list[dict[str, Any]]) -> str:
             "Bits per byte of books, 8 windows of 1024 tokens in fp32:",
             provenance(*quality),
             weight_quality(quality),
+            "Recall of facts (exact answers of 50), and layers that accept at lambda 0.1 in that text or in books:",
+            weight_speculation(quality),
         ]
     )
 
@@ -78,9 +80,25 @@ def weight_quality(rows: list[dict[str, Any]]) -> str:
     found: dict[tuple[str, str], dict[str, float]] = {}
     for row in rows:
         case = row["case"]
-        found.setdefault((case["model"], case["codec"]), {})[case.get("weights") or "auto"] = row["value"]
+        if case["measure"] == "bits per byte" and case["context"] == 1024:
+            found.setdefault((case["model"], case["codec"]), {})[case.get("weights") or "auto"] = row["value"]
     lines = [
         [MODELS.get(model, model), codec, *(f"{values[each]:.4f}" if each in values else "" for each in WEIGHTS)]
         for (model, codec), values in found.items()
     ]
     return table(["model", "cache", "as published", "FP8", "INT4", "INT4, groups of 32"], lines)
+
+
+def weight_speculation(rows: list[dict[str, Any]]) -> str:
+    """A line for each model, cache and measure: recall, and the share of layers that accept, with `--weights`."""
+    found: dict[tuple[str, str, str, str], dict[str, str]] = {}
+    for row in rows:
+        case, weights = row["case"], row["case"].get("weights") or "auto"
+        place = MODELS.get(case["model"], case["model"]), case["codec"], str(case["context"])
+        if case["measure"] == "bits per byte" and case["threshold"] == "0.1":
+            found.setdefault((*place, "books, layers that accept"), {})[weights] = f"{row['hit_rate']:.1%}"
+        elif case["measure"] != "bits per byte":
+            name = f"{case['measure']}, lambda {float(case['threshold']):g}"
+            found.setdefault((*place, name), {})[weights] = f"{row['value']:.0%}"
+    lines = [[*place, *(values.get(each, "") for each in WEIGHTS)] for place, values in found.items()]
+    return table(["model", "cache", "tokens", "measure", "as published", "FP8", "INT4", "INT4, groups of 32"], lines)

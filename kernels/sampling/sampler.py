@@ -11,7 +11,7 @@ cuts share the histogram of the first digit, because it counts all tokens. `min_
 its share of the most likely one are not kept.
 
 Probabilities are summed as integers, 2^45 for the most likely token of 128K. Integer sums do not depend on the order of
-additions, so all ranks choose the same token. Oracle: `alspec.runtime.decode.eager_sampling.sample`.
+additions, so all ranks cut at the same place. Oracle: `alspec.runtime.decode.eager_sampling.sample`.
 
 Shapes: B requests, V vocabulary, C blocks of 1024 tokens.
 """
@@ -60,7 +60,7 @@ class Sampler:
     counts: Tensor  # [B, all tables] int32: tokens by digit; all 0 between steps but the last table
     weights: Tensor  # [B, all tables] int64: weight by digit; likewise
     state: Tensor  # [B, tables, STATE] int64
-    scores: Tensor  # [B, C] fp64: the largest logit / temperature + noise of a block
+    scores: Tensor  # [B, C] fp64: the largest (logit - largest logit) / temperature + noise of a block
     candidates: Tensor  # [B, C] int64: its token
     tokens: Tensor  # [B] int64: the chosen tokens
 
@@ -375,7 +375,7 @@ def _is_inside(key, mask, logits_ptr, vocab_size, end, request, BLOCK: tl.conste
     cut_key, num_kept, num_equal, _ = end
     is_equal = mask & (key == cut_key)
     place = tl.cumsum(is_equal.to(tl.int64), 0)
-    if num_kept < num_equal:  # the cut keeps those with the lowest ids
+    if (num_kept < num_equal) & (tl.sum(is_equal.to(tl.int64), 0) > 0):  # the cut keeps those with the lowest ids
         for other in range(tl.program_id(0)):
             ptrs = logits_ptr + request.to(tl.int64) * vocab_size + other * BLOCK + tl.arange(0, BLOCK)
             place += tl.sum((sort_key(tl.load(ptrs)) == cut_key).to(tl.int64), 0)
@@ -406,11 +406,14 @@ def _score_kernel(
     PDL: tl.constexpr,
 ):
     """The best token of a block; clears all tables but the last. Grid [C, B]."""
-    if PDL:
+    if PDL and CUT is None:  # otherwise a kernel in front has waited for the logits
         gdc_wait()
         gdc_launch_dependents()
     block, request = tl.program_id(0), tl.program_id(1)
     x, key, mask, max_logit = _load_block(logits_ptr, best_ptr, request, vocab_size, C, C_PAD, BLOCK)
+    if PDL and CUT is not None:
+        gdc_wait()
+        gdc_launch_dependents()
     temperature = tl.load(shares_ptr)
     min_p = tl.load(shares_ptr + 2) if MIN_P else None
     if CUT is not None:
@@ -451,8 +454,8 @@ def sample_tokens(sampler: Sampler, logits: Tensor, best: Tensor, seq_lens: Tens
     """Choose one token for each request, at position `seq_lens`. Oracle: `eager_sampling.sample`.
 
     In the sums for top_p, a token that is less likely than the most likely one by a factor of V / 2^63 has weight 0.
-    They are exact here and rounded in the oracle: if top_p ends exactly between equal tokens, the oracle may take one
-    more. If logits are not finite (see the fault word), the token is arbitrary.
+    The sums are exact here and rounded in the oracle: if top_p ends exactly between equal tokens, the oracle may take
+    one more. If logits are not finite (see the fault word), the token is arbitrary.
 
     Args:
         logits: [B, V] fp32, V up to 2^24.

@@ -17,7 +17,7 @@ from alspec.kernels.sampling.adjustment import adjusted_ref, tokens_seen
 __all__ = ["DRAWN_AT_ONCE", "DRAW_BYTES", "gumbel", "philox", "probabilities", "sample", "starting_counts"]
 
 DRAWN_AT_ONCE = 8  # requests: bounds the memory of a large batch
-DRAW_BYTES = 128  # for each of their logits at most: what `philox` holds at a time, beside sorted logits
+DRAW_BYTES = 132  # for each of their logits at most: what `philox` holds at a time, beside sorted logits
 
 _MASK = 0xFFFFFFFF
 
@@ -28,9 +28,9 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int])
     Source: Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3 (SC 2011), section 4.
 
     Args:
-        counter: four [B] int64 of 32 bits.  key: two words of 32 bits.
+        counter: four int64 tensors of one shape, of 32 bits.  key: two words of 32 bits.
     Returns:
-        Four [B] int64 of 32 bits.
+        Four such tensors.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -82,6 +82,8 @@ def sample(
 
     def draw(rows: slice) -> Tensor:
         scaled, tokens = _ordered(logits[rows], choice, _rows(seen, rows))
+        kept = int((scaled > -torch.inf).sum(dim=-1).max().clamp(min=1))  # the first ones, or none of NaN
+        scaled, tokens = scaled[:, :kept], tokens[:, :kept]
         scores = scaled.add_(gumbel(choice.seed, request[rows], position[rows], tokens))
         return tokens.gather(1, scores.argmax(dim=-1, keepdim=True))[:, 0]
 
@@ -119,6 +121,8 @@ def _ordered(logits: Tensor, choice: ChoiceConfig, seen: Tensor | None) -> tuple
     if choice.min_p:
         # top_k keeps the first tokens, too, so it may come first.
         scaled = scaled.masked_fill(scaled.exp() < choice.min_p, -torch.inf)
+    if choice.top_p == 1.0:
+        return scaled, tokens
     probs = torch.softmax(scaled, dim=-1)
     # A token stays if the probability before it is below top_p; the first one always stays.
     return scaled.masked_fill(probs.cumsum(dim=-1) - probs >= choice.top_p, -torch.inf), tokens

@@ -1,7 +1,7 @@
 """Rows of a round, and which drafts are accepted.
 
 A draft is accepted if it is the token that plain decoding chooses at its position. Choosing reads the logits after the
-tokens before the position, and the random number of (seed, request, position); the draft does not matter. So every
+tokens before the position, and the random numbers of (seed, request, position); the draft does not matter. So every
 token of the text is the one that plain decoding gives with the same seed, greedy or sampled, whatever drafts were made.
 
 This replaces the rejection sampling of speculative decoding (Leviathan et al., Chen et al., 2023), which keeps the

@@ -52,7 +52,7 @@ class Drafter(Protocol):
 def draft_by_steps(
     request: DraftRequest, first_logits: Tensor, next_logits: Callable[[Tensor, Tensor], Tensor]
 ) -> Drafts:
-    """Draft token by token, chosen as the model's own tokens are: same settings, same random number of a position.
+    """Draft token by token, chosen as the model's own tokens are: same settings, same random numbers of a position.
 
     Args:
         first_logits: [B, V] fp32 after the newest tokens.

@@ -314,7 +314,7 @@ def test_a_step_that_never_ends_is_an_error(setting: Setting, monkeypatch: pytes
 
 
 def test_half_a_step_leaves_nothing_behind(setting: Setting) -> None:
-    """Its first kernels have counted logits, and its last kernel, which would have reset the counts, did not run."""
+    """Its first kernels have counted logits, and the kernel that would have reset the counts did not run."""
     expected = setting.tokens(SAMPLED)
     captured = setting.new_step()
     captured.prepare(SAMPLED)

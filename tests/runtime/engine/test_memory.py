@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from alspec.config import ChoiceConfig
 from alspec.errors import DoesNotFitError
 from alspec.kernels.attention.dispatch import DecodeAttention
 from alspec.kernels.attention.torch_attention import prefill_attention
@@ -23,7 +24,7 @@ from alspec.models.llama_config import LlamaConfig
 from alspec.models.matrix_formats import weights_bytes
 from alspec.runtime.cache.codecs import new_cache
 from alspec.runtime.cache.kv_cache import KVCache
-from alspec.runtime.decode.eager_sampling import DRAW_BYTES, DRAWN_AT_ONCE
+from alspec.runtime.decode.eager_sampling import DRAW_BYTES, DRAWN_AT_ONCE, sample
 from alspec.runtime.decode.hooks import no_hook
 from alspec.runtime.decode.prefill import CHUNK_TOKENS, prefill
 from alspec.runtime.distributed import peer_memory as exchange
@@ -144,6 +145,13 @@ def test_queries_behind_a_prefix_take_a_mask_of_their_dtype(dtype: torch.dtype) 
     q, (k, v) = torch.randn(queries, 4, 16).to(dtype), torch.randn(2, 1, tokens, 16).to(dtype)
     mask = queries * tokens * dtype.itemsize
     assert mask <= peak_bytes(lambda: prefill_attention(q, k, v, 0.125)) < 1.5 * mask
+
+
+@pytest.mark.parametrize("settings", [{}, {"top_p": 0.9, "min_p": 0.001}, {"top_k": 1000}], ids=str)
+def test_drawing_tokens_stays_within_its_bytes(settings: dict[str, float]) -> None:
+    logits, counters = torch.randn(DRAWN_AT_ONCE, 20_000), torch.arange(DRAWN_AT_ONCE)
+    choice = ChoiceConfig.model_validate({"temperature": 1.0} | settings)
+    assert peak_bytes(lambda: sample(logits, choice, counters, counters)) <= DRAW_BYTES * logits.numel()
 
 
 def test_buffers_hold_the_sampling_of_up_to_eight_requests() -> None:

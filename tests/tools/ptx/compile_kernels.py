@@ -306,12 +306,14 @@ def sampled(capability: int, vocab_size: int = 128256) -> dict[str, Any]:
     return {
         "sampling, first digit": compiled(sampler._first_digit_kernel, BY_COUNT=True),
         "sampling, second of top_k": compiled(sampler._next_digit_kernel, TABLE=1, CUT=top_k, CUT_BEFORE=None),
+        "sampling, second of top_p alone": compiled(sampler._next_digit_kernel, TABLE=1, CUT=top_p, CUT_BEFORE=None),
         "sampling, second of top_p": compiled(sampler._next_digit_kernel, TABLE=3, CUT=top_p, CUT_BEFORE=top_k),
         "sampling, third of top_k": compiled(sampler._next_digit_kernel, TABLE=2, CUT=top_k, CUT_BEFORE=None),
         "sampling, third of top_p": compiled(sampler._next_digit_kernel, TABLE=4, CUT=top_p, CUT_BEFORE=top_k),
         "sampling, score": compiled(sampler._score_kernel, CUT=None),
         "sampling, score behind top_k": compiled(sampler._score_kernel, CUT=top_k),
         "sampling, score behind top_p": compiled(sampler._score_kernel, CUT=top_p),
+        "sampling, score, min_p, 5 rows": compiled(sampler._score_kernel, CUT=None, ROWS=5, MIN_P=True),
         "sampling, choose": compiled(sampler._choose_kernel, num_warps=1),
         "sampling, first digit, min_p": compiled(sampler._first_digit_kernel, BY_COUNT=True, **min_p),
         "sampling, second of top_p, min_p": compiled(
