@@ -245,7 +245,7 @@ class ChoiceConfig(Schema):
     seed: Int = Field(
         default=0,
         ge=0,
-        description="seed of the random numbers, together with a request's index in the batch and the position",
+        description="seed of the random numbers, together with a request's index in the batch and the token's position",
     )
 
     @property

@@ -400,6 +400,7 @@ def test_table_of_selectors(project: Path) -> None:
     ]
 
 
+@pytest.mark.full
 def test_pictures(project: Path) -> None:
     pytest.importorskip("matplotlib")
     run_script(project, "pictures.py", str(project))

@@ -126,7 +126,7 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize(("flags", "message"), fast(MISTAKES, keep=MISTAKES[1:]), ids=["flags", "empty-stdin"])
+@pytest.mark.parametrize(("flags", "message"), fast(MISTAKES, keep=MISTAKES[:1]), ids=["flags", "empty-stdin"])
 def test_every_rank_names_the_mistake(flags: tuple[str, ...], message: str, checkpoint: Path) -> None:
     """Only rank 0 can see the second mistake. torchrun fails, and no rank waits for another."""
     started = time.monotonic()
