@@ -247,7 +247,7 @@ def _first_digit_kernel(
 def _end_of_cut(
     counts_ptr, weights_ptr, state_ptr, max_logit, temperature, min_p, CUT: tl.constexpr, SCALE: tl.constexpr
 ):  # fmt: skip
-    """Where a cut ends: it keeps all tokens with a smaller key, and the first ones with its own key.
+    """Find the last key that a cut keeps. The cut keeps all tokens with smaller keys, and the first ones with this key.
 
     Args:
         counts_ptr, weights_ptr: tables of the cut's third digit.  state_ptr: of the launch that made them.

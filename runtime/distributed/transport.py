@@ -288,18 +288,21 @@ class Transport:
         Args:
             message: written on the rank of the second group.  placement: as for `pair_link`.
         Returns:
-            The shortest time of one way, microseconds.
+            The shortest time of one way on the slowest rank, microseconds.
         """
         link, is_first = self.pair_link(placement), (placement or self.placement).group == 0
         return self._shortest_us(lambda: link.ping(message, is_first)) / 2
 
     def all_reduce_us(self, num_values: int) -> float:
-        """The shortest time of an all-reduce of fp32 values over the group; every rank of it calls it."""
+        """Return the shortest time of an all-reduce of fp32 values, on the slowest rank, in microseconds.
+
+        Every rank of the job calls it.
+        """
         values = torch.zeros(num_values, device=self.device)
         return self._shortest_us(lambda: self.all_reduce(values))
 
     def _shortest_us(self, exchange: Callable[[], object]) -> float:
-        """The shortest of several times that an exchange takes, microseconds."""
+        """Return the shortest of several times that an exchange takes, on the slowest rank, in microseconds."""
         times: list[float] = []
         for _ in range(PINGS):
             self.barrier()
@@ -307,7 +310,8 @@ class Transport:
             exchange()
             self.synchronize()
             times.append((time.perf_counter() - started) * 1e6)
-        return min(times)
+        own = torch.tensor([min(times)], dtype=torch.float64, device=self.device)
+        return float(self.all_gather_world(own).max())
 
     def _small_group(self, ranks: list[int]) -> dist.ProcessGroup:
         """A process group whose collectives take one thread block, and so one SM."""

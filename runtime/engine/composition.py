@@ -250,8 +250,7 @@ def choose_pair_policy(
         return None
     _, kv_heads = model.local_heads(tp_size)
     message = torch.zeros(model.hidden_size + 2 * kv_heads * model.head_dim, dtype=torch.int64, device=choices.device)
-    own = torch.tensor([transport.message_us(message)], dtype=torch.float64, device=choices.device)
-    link_us = float(transport.all_gather_world(own).max())
+    link_us = transport.message_us(message)
 
     def costs(num_tokens: int) -> tuple[float, LinkCosts]:
         sizes = choices.dtype, num_tokens, config.kv_cache, config.kv_protect
@@ -274,8 +273,7 @@ def network_notices(
     is_chosen = config.speculation.mode == "auto" and choices.mode == "off" and config.draft == "off"
     if not is_chosen or not choices.has_fused_step or placement.is_one_host:
         return []
-    own = torch.tensor([transport.all_reduce_us(model.hidden_size)], dtype=torch.float64, device=choices.device)
-    link_us = float(transport.all_gather_world(own).max())
+    link_us = transport.all_reduce_us(model.hidden_size)
     if of_host not in model.valid_tp_sizes:
         return []
     sizes = choices.dtype, context, config.kv_cache, config.kv_protect

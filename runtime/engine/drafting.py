@@ -179,14 +179,14 @@ class Drafting:
             draft_us = self._step_us(self.copy_config or self.target, [min(n, longest) for n in seq_lens])
         else:
             assert self.model_config is not None
-            draft_us = step_us(self.model_config, self.choices.placement.shard, self.choices.dtype, seq_lens, "bf16", 0)
+            placement = self.choices.placement
+            draft_us = step_us(self.model_config, placement.tp_size, self.choices.dtype, seq_lens, "bf16", 0)
         return draft_us / self._step_us(self.target, seq_lens)
 
     def _step_us(self, model: LlamaConfig, seq_lens: list[int]) -> float:
         """Predicted time of a step over a cache as the model's."""
-        config = self.config
-        shard = self.choices.placement.shard
-        return step_us(model, shard, self.choices.dtype, seq_lens, config.kv_cache, config.kv_protect)
+        config, tp_size = self.config, self.choices.placement.tp_size
+        return step_us(model, tp_size, self.choices.dtype, seq_lens, config.kv_cache, config.kv_protect)
 
     def _fused_round_cost(self, seq_lens: list[int]) -> float:
         """Estimated time of a round over the fused kernels at these lengths, relative to a plain step.

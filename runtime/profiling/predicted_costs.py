@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from alspec.latency_model import LinkCosts, StepCosts
+from alspec.latency_model import LinkCosts, StepCosts, tp_step_us
 from alspec.models.llama import Shard
 from alspec.models.llama_config import LlamaConfig
 from alspec.models.matrix_formats import matrices_of
@@ -78,16 +78,15 @@ def step_costs(
 
 
 def step_us(
-    config: LlamaConfig, shard: Shard, dtype: torch.dtype, seq_lens: list[int], kv_cache: str, kv_protect: int
+    config: LlamaConfig, tp_size: int, dtype: torch.dtype, seq_lens: list[int], kv_cache: str, kv_protect: int
 ) -> float:
-    """Predict one captured step of a group over requests of these lengths: the time of its bytes plus its launches.
+    """Predict one step of a group of `tp_size` ranks over requests of these lengths, without speculation.
 
-    Launches decide for small models: a step of SmolLM2-135M reads its bytes in a quarter of its time.
+    Launches count, too. They decide for small models: SmolLM2-135M reads its bytes in a quarter of a step.
     """
-    tp_size = shard.tp_size
-    layer_us = LAYER_US + ATTENTION_US + (2 * tp_size * ALL_REDUCE_US if tp_size > 1 else 0.0)
-    read = step_bytes(config, shard, dtype, seq_lens, kv_cache, kv_protect)
-    return read / STREAM_BYTES_PER_S * 1e6 + FIXED_US + config.num_layers * layer_us
+    empty_us = tp_step_us(step_costs(config, tp_size, 1, dtype, 0, kv_cache, kv_protect))
+    cache = sum(read_bytes(kv_cache, config, tp_size, dtype, length, kv_protect) for length in seq_lens)
+    return empty_us + cache / READ_BYTES_PER_S * 1e6
 
 
 def link_costs(
