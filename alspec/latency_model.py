@@ -15,12 +15,16 @@ __all__ = [
     "LinkCosts",
     "StepCosts",
     "hit_layer_us",
+    "linked_lead",
     "linked_step_us",
     "linked_tp_step_us",
     "miss_layer_us",
     "speculative_step_us",
     "tp_step_us",
 ]
+
+
+LEAD_MARGIN_US = 20.0  # messages take longer now and then
 
 
 @dataclass(frozen=True)
@@ -129,20 +133,35 @@ def linked_tp_step_us(costs: StepCosts, link_us: float) -> float:
     return tp_step_us(costs) + 2 * costs.num_layers * link_us
 
 
+def linked_lead(costs: LinkCosts) -> int:
+    """The fewest layers by which a speculator over a link must be ahead for its x to arrive in time, with all hits.
+
+    Message l - lead leaves `lead` layers before the verifier begins layer l; x behind layer l must arrive before it
+    ends: `2 link + speculator + margin <= (lead + 1) verifier`.
+    """
+    needed_us = 2 * costs.link_us + costs.speculator_us + LEAD_MARGIN_US
+    return max(1, math.ceil(needed_us / max(costs.verifier_us, 1.0)) - 1)
+
+
 def linked_step_us(costs: LinkCosts, accepted: Sequence[bool]) -> float:
     """One token with two groups over a link, from the verdict on each layer.
 
     The verifier skips post-attention of an accepted layer if the speculator's x has arrived by then and follows from
-    the verifier's alone. The speculator, when it knows of a reject since its base, waits for the verifier's x.
+    the verifier's alone. The speculator, when it knows of a reject since its base, waits for the verifier's x. It
+    begins a layer no sooner than `linked_lead` allows.
 
     Args:
         costs: parts of a step.
         accepted: [L].
     """
+    lead, began = linked_lead(costs), []
     # The speculator ends the step before with the verifier's x and begins that much later.
     verifier_at, speculator_at, base, rejected = 0.0, costs.link_us, 0, -1
     notices: list[tuple[float, int]] = []  # when the speculator learns of a rejected layer
     for layer, is_accepted in enumerate(accepted):
+        began.append(verifier_at)
+        if layer >= lead:
+            speculator_at = max(speculator_at, began[layer - lead] + costs.link_us)
         if any(at <= speculator_at and of >= base for at, of in notices):
             speculator_at, base = max(speculator_at, verifier_at + costs.link_us), layer
         speculator_at += costs.speculator_us

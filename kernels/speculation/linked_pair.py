@@ -11,7 +11,8 @@ itself. So the text does not depend on when messages arrive, and no layer waits 
 
 After a reject of layer r, x of the speculator is wrong from layer r + 1 on. When it learns of r, it waits for the x of
 the layer that it has come to, which becomes its base. The k and v of the layers between are replaced at the end of the
-step, as all others are: those of the verifier are right.
+step, as all others are: those of the verifier are right. So that few layers are lost, it begins layer l when message
+l - `lead` has arrived: it is as far ahead as its messages need to be in time, and no further.
 
 Both groups sample the next token from the same x, so no token travels. Recall lists and verdicts follow the last slot.
 
@@ -79,6 +80,7 @@ class LinkedPair:
     arrived: Tensor  # [slots of the inbox + 1] int64: a packet with the step's epoch for each message and the ending
     counts: Tensor  # [T] int32: arrived messages of each rank of the group, if collectives gather them
     progress: Tensor  # [1] int32: the verifier's last rejected layer, or -1; the speculator's base
+    lead: Tensor  # [1] int32: layers that the speculator may be ahead of the newest message; >= 1
     gates: Tensor  # [3, L + 1, GATE_STRIDE] int32: see the properties; the first word of each row is the gate
     # [P, B, Hq, D] and [P, B, Hq] int64: where the verifier's attention stores A~, which nothing reads
     spec_out: Tensor
@@ -105,6 +107,7 @@ class LinkedPair:
             arrived=new(len(inbox) + 1, dtype=torch.int64),
             counts=new(shape.tp_size, dtype=torch.int32),
             progress=new(1, dtype=torch.int32),
+            lead=new(1, dtype=torch.int32).fill_(layers),
             gates=new(3, layers + 1, GATE_STRIDE, dtype=torch.int32),
             spec_out=new(*in_parts, shape.head_dim, dtype=torch.int64),
             spec_lse=new(*in_parts, dtype=torch.int64),
@@ -352,6 +355,7 @@ def _choose_x_kernel(
     peers_ptr,  # [T] int64: address of each rank's `agreed` of all layers
     inbox_ptr,  # [SLOTS, slot_size] int64
     progress_ptr,  # [1] int32: base
+    lead_ptr,  # [1] int32
     header_ptr,  # [1] int64: of the message behind this layer, or None behind the last one
     takes_ptr,  # [1] int32
     epoch_ptr,  # [1] int32
@@ -376,6 +380,10 @@ def _choose_x_kernel(
     if header_ptr is None:
         takes = layer > 0  # always, so that both groups compute logits of the same bits
     else:
+        due = layer - tl.load(lead_ptr)
+        wait_packets(
+            arrived_ptr + tl.maximum(due, 0) + one, (one == 0) & (due >= 0), epoch, timeout_ns, fault_ptr, code + one
+        )
         if agreed_ptr is not None:
             count = _count_arrived(arrived_ptr, epoch, SLOTS, SLOTS_PAD)
             first = (layer * T + rank) * ROW
@@ -401,8 +409,9 @@ def choose_x(pair: LinkedPair, layer: int, timeout_ns: int) -> None:
     """The speculator chooses whether it goes on with its own x in front of layer 1 .. L - 1: if it knows of no reject
     since its base. In front of the final norm, layer L, it never does.
 
-    Writes the layer's gate `takes`, the base, and the header of its next message. Then it waits, at most `timeout_ns`,
-    for the message that has the verifier's x, if that is taken. Waits for the other ranks of the group are as long.
+    First it waits for message `layer - lead`. Writes the layer's gate `takes`, the base, and the header of its next
+    message. Then it waits for the message that has the verifier's x, if that is taken. Each wait, also for the other
+    ranks of the group, takes at most `timeout_ns`.
 
     Capture: graph-safe; allocates nothing.
     """
@@ -410,10 +419,11 @@ def choose_x(pair: LinkedPair, layer: int, timeout_ns: int) -> None:
     is_last = layer == shape.num_layers
     header, agreed = (None, None) if is_last else (pair.outbox[layer], pair.agreed(layer))
     compiled = jit_launch(_choose_x_kernel, (1,))(
-        pair.arrived, pair.counts, agreed, exchange.agreed_peers, pair.inbox, pair.progress, header, pair.takes(layer),
-        exchange.epoch, exchange.fault, layer, pair.inbox.shape[1], exchange.tp_rank, timeout_ns, pair.late_fault,
-        pair.late_peer(layer), ROW=shape.agreed_packets, SLOTS=slots, SLOTS_PAD=triton.next_power_of_2(slots),
-        T=shape.tp_size, T_PAD=triton.next_power_of_2(shape.tp_size), num_warps=1, **pdl_options(pair.arrived.device),
+        pair.arrived, pair.counts, agreed, exchange.agreed_peers, pair.inbox, pair.progress, pair.lead, header,
+        pair.takes(layer), exchange.epoch, exchange.fault, layer, pair.inbox.shape[1], exchange.tp_rank, timeout_ns,
+        pair.late_fault, pair.late_peer(layer), ROW=shape.agreed_packets, SLOTS=slots,
+        SLOTS_PAD=triton.next_power_of_2(slots), T=shape.tp_size, T_PAD=triton.next_power_of_2(shape.tp_size),
+        num_warps=1, **pdl_options(pair.arrived.device),
     )  # fmt: skip
     set_l1_carveout(compiled)
 

@@ -216,6 +216,8 @@ class CapturedStep:
 
     def _launch(self, kind: StepKind) -> None:
         """Launch a step. Ctrl-C is held until a captured one is counted."""
+        if self._policy is not None:
+            self._decoder.set_lead(self._policy.lead(self._tokens_at(self._launched)))
         if kind.graph is None:
             self._launch_step(kind, self._operation)
             self._launched += 1

@@ -177,6 +177,9 @@ class Decoder:
         """Around each launch of a step, or of its graph: launches what runs beside it. epoch: of the step."""
         yield
 
+    def set_lead(self, lead: int) -> None:
+        """By how many layers the speculator of a pair over a link is ahead, at most, from the next step on."""
+
     def release(self) -> None:
         """Wait for what was launched beside steps."""
 

@@ -55,7 +55,14 @@ class LinkedDecoder(Decoder):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._lead = self.config.num_layers
         self._no_sums = torch.zeros_like(self.pair.own_sums)  # `attend` takes sums; the launch for A~ alone leaves them
+
+    def set_lead(self, lead: int) -> None:
+        """From the next step on, the speculator is at most so many layers ahead of the newest message."""
+        if lead != self._lead:
+            self._lead = lead
+            self.pair.lead.fill_(lead)
 
     def begin(self, token_ids: list[int], seq_lens: list[int]) -> None:
         """As `Decoder`; no block is recalled yet."""
@@ -198,6 +205,8 @@ class Speculator(LinkedDecoder):
         """Take the verifier's x in front of a layer where its own may be wrong."""
         buffers, pair, last = self.buffers, self.pair, layer == self.config.num_layers
         gamma = self.weights.final_norm if last else self.weights.layers[layer].input_norm
+        if self.link.is_eager and not last and layer >= self._lead:
+            self.link.await_message(layer - self._lead)
         self._agree()
         choose_x(pair, layer, STEP_TIMEOUT_NS)
         if self.link.is_eager and bool(pair.takes(layer)):

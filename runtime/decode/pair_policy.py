@@ -1,4 +1,4 @@
-"""Whether a pair over a link speculates in the next step, or each group decodes alone.
+"""Whether a pair over a link speculates in the next step, or each group decodes alone; and how far one is ahead.
 
 Alone, both groups compute the whole step, each over its own weights and cache: the same bits, so no message is needed.
 That is as fast as one group. A pair is slower than that where few layers accept or the context is short. Which it is
@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 
-from alspec.latency_model import LinkCosts, linked_step_us
+from alspec.latency_model import LinkCosts, linked_lead, linked_step_us
 from alspec.runtime.decode.rounds.draft_policy import DraftPolicy
 
 __all__ = ["PairPolicy"]
@@ -25,21 +25,27 @@ class PairPolicy:
     Args:
         costs: cached tokens of all requests -> time of a step of one group alone, and parts of a step of the pair.
         num_layers: L.
+        always: it speculates, whether it pays or not.
     """
 
-    def __init__(self, costs: Callable[[int], tuple[float, LinkCosts]], num_layers: int) -> None:
+    def __init__(self, costs: Callable[[int], tuple[float, LinkCosts]], num_layers: int, always: bool = False) -> None:
         """Create it; `begin` follows."""
+        self._always = always
         self._costs = functools.lru_cache(maxsize=4)(costs)
         self._all_hits = [True] * num_layers
         self.begin()
 
     def begin(self) -> None:
         """A generation begins."""
-        self._policy = DraftPolicy()
+        self._policy = DraftPolicy(self._always)
 
     def speculates(self, num_tokens: int) -> bool:
         """Whether the next step speculates. Call it once for each step that is launched. num_tokens: as for costs."""
         return self._policy.drafts(0, self._cost(self._all_hits, num_tokens))
+
+    def lead(self, num_tokens: int) -> int:
+        """By how many layers the speculator is ahead, at most. num_tokens: as for costs."""
+        return linked_lead(self._costs(num_tokens // COSTS_EVERY * COSTS_EVERY + 1)[1])
 
     def record(self, accepted: Sequence[bool], num_tokens: int) -> None:
         """Count a step that speculated. accepted: [L], whether all live requests accept the layer."""

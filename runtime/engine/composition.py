@@ -244,9 +244,9 @@ def choose_products(model: Llama, tp_size: int, num_rows: int) -> Products:
 def choose_pair_policy(
     choices: Choices, config: EngineConfig, model: LlamaConfig, transport: Transport
 ) -> PairPolicy | None:
-    """When the groups of a pair over a link decode alone; None: never, as in other jobs. Every rank calls it."""
+    """When the groups of a pair over a link decode alone; None: never, and in other jobs. Every rank calls it."""
     placement, tp_size = choices.placement, choices.placement.tp_size
-    if not placement.is_linked or config.speculation.always or not choices.uses_graph:
+    if not placement.is_linked or not choices.uses_graph:
         return None
     _, kv_heads = model.local_heads(tp_size)
     message = torch.zeros(model.hidden_size + 2 * kv_heads * model.head_dim, dtype=torch.int64, device=choices.device)
@@ -257,7 +257,7 @@ def choose_pair_policy(
         alone_us = tp_step_us(step_costs(model, tp_size, 1, *sizes))
         return alone_us, link_costs(model, tp_size, *sizes, link_us)
 
-    return PairPolicy(costs, model.num_layers)
+    return PairPolicy(costs, model.num_layers, config.speculation.always)
 
 
 def network_notices(

@@ -77,6 +77,10 @@ class Script:
         self.place += 1
         return self.kinds[self.place - 1]
 
+    def lead(self, num_tokens: int) -> int:
+        """One layer, or two: the text does not depend on it."""
+        return 1 + self.place % 2
+
     def record(self, accepted: list[bool], num_tokens: int) -> None:
         self.recorded += 1
 
