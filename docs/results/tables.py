@@ -490,8 +490,7 @@ def sampled(rows: list[dict[str, Any]], title: str = "Sampling in a step") -> st
     return "\n\n".join(
         [
             f"## {title}",
-            "Whole captured steps: p50 in ms, and the difference to greedy choice. Measured when a token was drawn by"
-            " one random number of a position, with one launch more behind cuts, and two more without.",
+            "Whole captured steps: p50 in ms, and the difference to greedy choice.",
             provenance(*rows),
             table(["choice", *(f"{context} tokens" for context in contexts)], lines),
         ]

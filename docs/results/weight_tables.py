@@ -19,6 +19,7 @@ COLUMNS = {
     "INT4": ("int4", "alspec.projections"),
     "`torch._scaled_mm`, FP8": ("fp8", "torch._scaled_mm"),
     "`torch._weight_int4pack_mm`": ("int4", "torch._weight_int4pack_mm"),
+    "GemLite, INT4": ("int4", "GemLite"),
 }
 WEIGHTS = ("auto", "fp8", "int4", "int4-g32")
 MODELS = {"demo": "bundled model, trained in bf16"}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from importlib import import_module
+from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
@@ -136,7 +138,8 @@ Baseline = tuple[str, str, list[Tensor], Callable[[int], Callable[[int], object]
 def baselines(name: str) -> Iterator[Baseline]:
     """The library's products without norm and epilogue: implementation, weights, their copies, and runs of a batch.
 
-    `torch._scaled_mm` takes inputs in FP8 and at least 16 rows; `_weight_int4pack_mm` has bf16 scales and zeros.
+    `torch._scaled_mm` takes inputs in FP8 and at least 16 rows; `_weight_int4pack_mm` has bf16 scales and zeros. GemLite
+    is measured if it is installed.
     """
     rows, columns = PRODUCTS[name]
     x = torch.randn(16, columns, dtype=torch.bfloat16, device="cuda")
@@ -162,3 +165,18 @@ def baselines(name: str) -> Iterator[Baseline]:
         fours,
         lambda batch: lambda i: multiply(x[:batch], fours[i], GROUP, points),
     )
+    if find_spec("gemlite") is not None:
+        yield "GemLite", "int4", *_gemlite(rows, columns, x)
+
+
+def _gemlite(rows: int, columns: int, x: Tensor) -> tuple[list[Tensor], Callable[[int], Callable[[int], object]]]:
+    """The package's product as it chooses it itself: copies of an asymmetric weight in groups, and runs of a batch."""
+    gemlite = import_module("gemlite.core")
+    codes = torch.randint(16, (rows, columns), dtype=torch.uint8, device="cuda")
+    scales = torch.ones(rows, columns // GROUP, dtype=torch.bfloat16, device="cuda")
+    layer = gemlite.GemLiteLinearTriton(4, GROUP, columns, rows, gemlite.DType.BF16, gemlite.DType.BF16)
+    layer.pack(codes, scales, torch.full_like(scales, 8.0))
+    first, *others = layer.get_tensor_args()
+    copies = [first, *(first.clone() for _ in range(max(3, min(63, COLD_BYTES // first.nbytes))))]
+    multiply, how = gemlite.forward_functional, layer.get_meta_args()
+    return copies, lambda batch: lambda i: multiply(x[:batch], None, [copies[i], *others], how)

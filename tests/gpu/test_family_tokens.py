@@ -74,7 +74,7 @@ RUNS = {
     "off symm": {"speculation": {"mode": "off"}, "transport": "symm", "cuda_graph": "on"},
     "off nccl": {"speculation": {"mode": "off"}, "transport": "nccl", "cuda_graph": "on"},
     "paired symm": {"speculation": {"mode": "paired"}, "transport": "symm", "cuda_graph": "on"},
-    "paired nccl": {"speculation": {"mode": "paired"}, "transport": "nccl", "cuda_graph": "on"},
+    "paired nccl": {"speculation": {"mode": "paired", "always": True}, "transport": "nccl", "cuda_graph": "on"},
 }
 
 

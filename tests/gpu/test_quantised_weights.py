@@ -1,12 +1,16 @@
-"""Captured steps with packed weights on a GPU: the tokens of transformers with the dequantised weights."""
+"""Captured steps with packed weights on GPUs: tokens of transformers with the dequantised weights; pairs."""
 
 from __future__ import annotations
 
+import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from gpu_jobs import environment, gpus, needs, torchrun
+from paths import WORKERS
 from quantised_folders import save_quantised
 
 from alspec import Engine
@@ -65,3 +69,40 @@ def test_steps_agree_with_prompts(weights: str, settings: dict[str, Any]) -> Non
             assert not isinstance(again, list)
             agree += again.token_ids[0] == found.token_ids[place]
         assert agree >= 13
+
+
+def run_job(runs: list[dict[str, Any]], num_ranks: int, folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """What the engines of a job give, by the run's name."""
+    batches = [[list(range(first, first + 300))] for first in (20, 90)]
+    shared = {"thresholds": ["0.1"], "sampled": False, "long": False}
+    cases = {"runs": [run | shared for run in runs], "batches": batches, "max_new_tokens": NEW_TOKENS}
+    files = [str(folder / f"{num_ranks}.{kind}") for kind in ("json", "out")]
+    Path(files[0]).write_text(json.dumps(cases))
+    visible = gpus(0, num_ranks)
+    command = torchrun(num_ranks, visible, [str(WORKERS / "gpu_worker.py"), *files])
+    done = subprocess.run(command, env=environment(visible), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return dict(json.loads(Path(files[1]).read_text()))
+
+
+@pytest.mark.multi_gpu
+@needs(2)
+@pytest.mark.timeout(600)
+def test_pairs_give_the_tokens_of_simulated(tmp_path: Path) -> None:
+    """Groups of one GPU, over peer memory and over messages, for each format of weights."""
+
+    def run(name: str, mode: str, weights: str, transport: str) -> dict[str, Any]:
+        speculation = {"mode": mode, "predictor": "window", "always": True}
+        options = {"dtype": "bf16", "weights": weights, "transport": transport, "cuda_graph": "auto"}
+        return {"name": name, "engine": {"speculation": speculation} | options}
+
+    formats = ("fp8", "int4")
+    one = run_job([run(weights, "simulated", weights, "auto") for weights in formats], 1, tmp_path)
+    pairs = {f"{weights} {transport}": (weights, transport) for weights in formats for transport in ("symm", "nccl")}
+    two = run_job([run(name, "paired", *case) for name, case in pairs.items()], 2, tmp_path)
+    for name, (weights, transport) in pairs.items():
+        for found, expected in zip(two[name], one[weights], strict=True):
+            assert found["transport"] == transport
+            assert found["tokens"] == expected["tokens"], name
+            assert found["hits"] == expected["hits"], name
+            assert {hit for step in found["hits"] for layer in step for hit in layer} == {0, 1}
