@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 
-LEAD_MARGIN_US = 20.0  # messages take longer now and then
+LEAD_MARGIN_US = 60.0  # messages take longer beside kernels than alone, and longer still now and then
 
 
 @dataclass(frozen=True)

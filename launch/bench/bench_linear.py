@@ -138,8 +138,8 @@ Baseline = tuple[str, str, list[Tensor], Callable[[int], Callable[[int], object]
 def baselines(name: str) -> Iterator[Baseline]:
     """The library's products without norm and epilogue: implementation, weights, their copies, and runs of a batch.
 
-    `torch._scaled_mm` takes inputs in FP8 and at least 16 rows; `_weight_int4pack_mm` has bf16 scales and zeros. GemLite
-    is measured if it is installed.
+    `torch._scaled_mm` takes inputs in FP8 and at least 16 rows; `_weight_int4pack_mm` has bf16 scales and zeros.
+    GemLite is measured if it is installed.
     """
     rows, columns = PRODUCTS[name]
     x = torch.randn(16, columns, dtype=torch.bfloat16, device="cuda")

@@ -153,13 +153,13 @@ def test_layers_by_hand() -> None:
 
 def test_a_step_over_a_link_by_hand() -> None:
     """The speculator is ahead after one layer; after a reject two layers are lost, and one more whose x is late."""
-    costs = LinkCosts(fixed_us=100, verifier_us=70, post_us=50, speculator_us=60, link_us=15)
+    costs = LinkCosts(fixed_us=100, verifier_us=70, post_us=50, speculator_us=40, link_us=16)
     assert linked_step_us(costs, [False] * 3) == 100 + 3 * 120
-    # x behind layer 0 arrives at 15 + 60 + 15 = 90, after the verdict at 70; that behind layer 1 at 150, before 190.
+    # x behind layer 0 arrives at 16 + 40 + 16 = 72, after the verdict at 70; that behind layer 1 at 112, before 190.
     assert linked_step_us(costs, [True] * 4) == 100 + 120 + 3 * 70
-    # Layer 2 ends at 120 + 70 + 120 = 310. The speculator learns of that at 325, when message 3 arrives, and would begin
-    # layer 4: it waits for the verifier's x until 445. Its x behind layer 4 arrives at 520, after the verdict at 500;
-    # that behind layer 5 at 580, before 620.
+    # Layer 2 ends at 120 + 70 + 120 = 310. The speculator learns of that at 326, when message 3 arrives, and would
+    # begin layer 4: it waits for the verifier's x until 446. Its x behind layer 4 arrives at 502, after the verdict at
+    # 500; that behind layer 5 at 542, before 620.
     assert linked_lead(costs) == 1
     assert linked_step_us(costs, [True, True, False, True, True, True]) == 100 + 120 + 70 + 3 * 120 + 70
     # It learns of the reject of layer 1 at 121, in front of layer 3, and waits for the verifier's x until 181. Its x
