@@ -9,8 +9,8 @@ from result_rows import provenance, table, times_as_fast
 SOCKETS = "`NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 NCCL_NET=Socket NCCL_SOCKET_IFNAME=lo`"
 
 
-def link(rows: list[dict[str, Any]]) -> str:
-    """The section on pairs over a link; empty without rows."""
+def link(rows: list[dict[str, Any]], of_hosts: list[dict[str, Any]], of_two: dict[int, dict[str, Any]]) -> str:
+    """The section on pairs over a link; empty without rows. of_hosts, of_two: as for `against_two`."""
     if not rows:
         return ""
     text = (
@@ -18,23 +18,39 @@ def link(rows: list[dict[str, Any]]) -> str:
         f" ({SOCKETS}), as two hosts would, against one of them alone in the same run. Hits above 0 % are forced."
         " A pair that does not pay pauses, unless it always speculates."
     )
-    return "\n\n".join(["## Pairs over TCP", text, provenance(*rows), against_one(rows)])
+    text_of_hosts = (
+        "2 + 2 GPUs: peer memory inside a group, TCP between the groups, each of which is a host to NCCL (HOST is 0 and"
+        " 1). The rows of two GPUs alone are those above."
+    )
+    return "\n\n".join(
+        ["## Pairs over TCP", text, provenance(*rows), against_one(rows),
+         text_of_hosts, provenance(*of_hosts), against_two(of_hosts, of_two)]
+    )  # fmt: skip
 
 
 def against_one(rows: list[dict[str, Any]]) -> str:
     """A line for each way: tokens/s at each context, and how many times as fast as one GPU alone."""
-    alone = alone_of(rows)
-    lines = [["one GPU alone", *(f"{row['tokens_per_s']:.0f}" for row in alone.values())]]
+    return _against(alone_of(rows), "one GPU", rows, "two", "1 + 1")
+
+
+def against_two(rows: list[dict[str, Any]], of_two: dict[int, dict[str, Any]]) -> str:
+    """The same for four GPUs of two hosts, and two of one host alone, whose rows are of another run."""
+    return _against(of_two, "two GPUs", rows, "four", "2 + 2")
+
+
+def _against(alone: dict[int, dict[str, Any]], name: str, rows: list[dict[str, Any]], split: str, groups: str) -> str:
+    contexts = [at for at in split_of(rows) if at in alone]
+    lines = [[f"{name} alone", *(f"{alone[at]['tokens_per_s']:.0f}" for at in contexts)]]
 
     def add(label: str, found: dict[int, dict[str, Any]]) -> None:
-        cells = [f"{found[at]['tokens_per_s']:.0f} ({times_as_fast(alone[at], found[at])})" for at in alone]
+        cells = [f"{found[at]['tokens_per_s']:.0f} ({times_as_fast(alone[at], found[at])})" for at in contexts]
         lines.append([label, *cells])
 
-    add("two in tensor parallelism", split_of(rows))
+    add(f"{split} in tensor parallelism", split_of(rows))
     for always, how in ((True, "always"), (False, "with pauses")):
         for hit_rate, found in pairs_of(rows, always).items():
-            add(f"1 + 1, {hit_rate:.0%} of the layers accept, {how}", found)
-    return table(["", *(f"{context} tokens" for context in alone)], lines)
+            add(f"{groups}, {hit_rate:.0%} of the layers accept, {how}", found)
+    return table(["", *(f"{context} tokens" for context in contexts)], lines)
 
 
 def alone_of(rows: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:

@@ -7,15 +7,16 @@ from typing import Any
 from link_table import alone_of, pairs_of, split_of
 from result_rows import REPORTED, read, table, times_as_fast
 
-__all__ = ["attention_at_a_glance", "speculation_at_a_glance", "steps_at_a_glance"]
+__all__ = ["attention_at_a_glance", "speculation_at_a_glance", "steps_at_a_glance", "steps_of_8b"]
 
 Row = dict[str, Any]
 CONTEXTS = (1024, 8192, 131072)
 PAIR_CONTEXTS = (8192, 131072)
+RECALL_HITS = 0.9375  # of SmolLM2 with 32 recalled blocks: docs/recall.md
 GLANCE_CODECS = ("turbo4", "turbo-mixed", "turboquant3", "hybrid-k4v2")
 
 
-def _steps(**wanted: object) -> dict[int, Row]:
+def steps_of_8b(**wanted: object) -> dict[int, Row]:
     """Captured steps of the 8B shape, one request, bf16, by context; the last of repeated rows counts."""
     wanted = {"shape": "llama-3.1-8b", "batch": 1, "cuda_graph": True, "kv_cache": "bf16"} | wanted
     rows = [row for row in read("decode_step.jsonl") if not row["case"].get("text")]
@@ -39,7 +40,7 @@ def steps_at_a_glance() -> str:
     """Tensor parallelism on one, two and four GPUs beside gpt-fast's published steps on the same GPUs."""
     lines = []
     for world in (1, 2, 4):
-        found = _steps(mode="off", world=world, transport=None if world == 1 else "symm")
+        found = steps_of_8b(mode="off", world=world, transport=None if world == 1 else "symm")
         cells = [_with_share(found.get(at)) for at in CONTEXTS]
         reported = REPORTED.get(world, {})
         cells += [str(reported[at]) if at in reported else "" for at in PAIR_CONTEXTS]
@@ -73,10 +74,10 @@ def speculation_at_a_glance() -> str:
     lines = []
     for label in ("NVLink", "TCP"):
         is_nvlink = label == "NVLink"
-        two = _steps(mode="off", world=2, transport="symm") if is_nvlink else split_of(linked)
-        alone = _steps(mode="off", world=1) if is_nvlink else alone_of(linked)
-        for hit_rate in (0.0, 0.5, 1.0):
-            found = _steps(mode="paired", world=2, transport="symm", hit_rate=hit_rate)
+        two = steps_of_8b(mode="off", world=2, transport="symm") if is_nvlink else split_of(linked)
+        alone = steps_of_8b(mode="off", world=1) if is_nvlink else alone_of(linked)
+        for hit_rate in (0.0, 0.5 if is_nvlink else RECALL_HITS, 1.0):
+            found = steps_of_8b(mode="paired", world=2, transport="symm", hit_rate=hit_rate)
             pair = found if is_nvlink else over_tcp[hit_rate]
             cells = []
             for at in PAIR_CONTEXTS:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from draft_table import accepted, drafts, parted
-from link_table import against_one, link
+from link_table import against_one, against_two, link
 from quality_tables import (
     NEW_SCALE,
     ablated,
@@ -20,7 +20,7 @@ from quality_tables import (
     short_quality,
     turboquant,
 )
-from readme_tables import attention_at_a_glance, speculation_at_a_glance, steps_at_a_glance
+from readme_tables import attention_at_a_glance, speculation_at_a_glance, steps_at_a_glance, steps_of_8b
 from recall_tables import recall, short_costs, short_hits
 from result_rows import HERE, PARTS, provenance, read, table, times_as_fast
 from round_table import against_plain, rounds, with_texts
@@ -43,6 +43,7 @@ READING_TEXT = (
 SPEC_COLUMN = "with `A~` and verdict"
 GPUS = (("", ""), ("_h100", " on H100"))  # for H200 and H100: suffixes of file names and of headings
 TRANSPORTS = ("symm", "host", "nccl", "nccl without peer access")
+TWO_GPUS = {"mode": "off", "world": 2, "transport": "symm"}
 SHORT_HIT_RATES = (0.0, 0.5, 1.0)
 SHORT_STEPS = (1024, 8192, 32768, 131072)
 SHORT_CONTEXTS = ("1024", "4096", "8192", "10000", "32768", "131072", "262144", "ragged 8")
@@ -64,6 +65,7 @@ def main() -> None:
         decode_step=short_steps(),
         quantised=short_quantised(),
         linked_pair=against_one(read("linked_pair.jsonl")),
+        linked_hosts=against_two(read("linked_hosts.jsonl"), steps_of_8b(**TWO_GPUS)),
     )
     write_between(HERE.parent / "recall.md", recall_hits=short_hits(), recall_costs=short_costs())
     write_between(
@@ -84,7 +86,7 @@ def main() -> None:
     ablations = read("quality_ablations.jsonl")
     sections = [
         *(part for gpu in GPUS for part in whole_steps(*gpu)),
-        link(read("linked_pair.jsonl")),
+        link(read("linked_pair.jsonl"), read("linked_hosts.jsonl"), steps_of_8b(**TWO_GPUS)),
         allreduce(read("allreduce.jsonl", "allreduce_rmsnorm")),
         *(part for gpu in GPUS for part in attention(*gpu)),
         *(prompts(f"Whole prompts{on_gpu}", read(f"prompt{gpu}.jsonl")) for gpu, on_gpu in GPUS),

@@ -167,9 +167,17 @@ def parse_command(
             print_config(config)
         raise Finished
     check_distinct(config, args.config)
-    torchrun = f"torchrun --nproc-per-node {placement.local_world_size} " if placement.world_size > 1 else ""
-    args.command = torchrun + shlex.join([f"launch/{parser.prog}.py", *words])
+    args.command = torchrun(placement) + shlex.join([f"launch/{parser.prog}.py", *words])
     return config, args
+
+
+def torchrun(placement: Placement) -> str:
+    """The start of the command line of each host, if there is more than one rank; hosts have as many ranks each."""
+    if placement.world_size == 1:
+        return ""
+    num_hosts = placement.world_size // placement.local_world_size
+    hosts = f"--nnodes {num_hosts} " if num_hosts > 1 else ""
+    return f"torchrun {hosts}--nproc-per-node {placement.local_world_size} "
 
 
 def parse(

@@ -1,7 +1,7 @@
 """What the kernels of a pair over a link did in a trace: which x was taken, what was lost, how long parts took.
 
 Verdicts are known. Whether the verifier took x shows in its post-attention, which returns at once then. Whether the
-speculator took x follows from the messages that had arrived when it chose (kernels/speculation/linked_pair.py).
+speculator took x follows from the messages that had arrived by then (kernels/speculation/linked_pair.py).
 """
 
 from __future__ import annotations
@@ -85,22 +85,25 @@ def _mark_verifier(rows: list[Row], hits: Sequence[int], taken: Sequence[bool]) 
 
 
 def _bases(speculators: list[list[Row]], hits: Sequence[int]) -> list[int]:
-    """[L]: the speculator's base in each layer, from which on its x is the verifier's; `choose_x` once more."""
-    arrivals = [[row["end_us"] for row in rows if "note_arrival" in row["kernel"]] for rows in speculators]
+    """[L]: the speculator's base in each layer, from which on its x is the verifier's.
+
+    A `choose_x` that takes x ends when the message of its layer has arrived, with news of a reject.
+    """
+    arrivals = [[row["start_us"] for row in rows if "note_arrival" in row["kernel"]] for rows in speculators]
     arrived_us = [max(times) for times in zip(*arrivals, strict=True)]  # of each slot, at all ranks of the group
     rejected = [-1]  # the header of each slot
     for layer, hit in enumerate(hits):
         rejected.append(rejected[-1] if hit else layer)
     bases = [0]
     for layer in range(1, len(hits)):
-        chose_us = min(
-            max(row["start_us"], row["ready_us"])
+        ended_us = max(
+            row["end_us"]
             for rows in speculators
             for row in rows
             if row["layer"] == layer and "choose_x" in row["kernel"]
         )
-        count = sum(at <= chose_us for at in arrived_us[: len(rejected)])
-        bases.append(layer if count and rejected[count - 1] >= bases[-1] else bases[-1])
+        count = sum(at <= ended_us for at in arrived_us[: len(rejected)])
+        bases.append(layer if count > layer and rejected[count - 1] >= bases[-1] else bases[-1])
     return bases
 
 

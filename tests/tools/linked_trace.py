@@ -35,11 +35,11 @@ class Side:
 class LinkedJob:
     """Steps of `tp_size` ranks a group; `rows` are those of `kernel_rows`, `steps` what happened in each step."""
 
-    def __init__(self, tp_size: int, link_us: float = LINK_US) -> None:
+    def __init__(self, tp_size: int, link_us: float = LINK_US, lead: int = 1000) -> None:
         self.rows: list[list[dict[str, Any]]] = [[] for _ in range(2 * tp_size)]
         self.steps: list[tuple[Side, Side]] = []
         self.step_us: list[float] = []
-        self._tp_size, self._link_us = tp_size, link_us
+        self._tp_size, self._link_us, self._lead = tp_size, link_us, lead
         self._ended = [0.0, 0.0]  # when each side ended the last step
 
     def _row(self, group: int, name: str, start: float, end: float, stream: int = 7) -> None:
@@ -62,7 +62,7 @@ class LinkedJob:
             self._launch(side, group, "_embed_norm_kernel")
         rejected = -1
         while verifier.layer < len(hits) or speculator.layer < len(hits):
-            waits = self._speculator_waits(speculator, verifier, hits)
+            waits = self._speculator_waits(speculator, verifier)
             if speculator.layer < len(hits) and not waits and speculator.now <= verifier.now:
                 self._speculate(speculator, verifier, hits)
             elif verifier.layer < len(hits):
@@ -71,11 +71,18 @@ class LinkedJob:
                 self._speculate(speculator, verifier, hits)
         self._end(verifier, speculator, rejected)
 
-    def _speculator_waits(self, own: Side, other: Side, hits: list[int]) -> bool:
+    def _speculator_waits(self, own: Side, other: Side) -> bool:
+        if len(other.sent) <= own.layer - self._lead:
+            return True
         return own.layer > 0 and self._takes(own, other) and len(other.sent) <= own.layer
 
+    def _chooses_at(self, own: Side, other: Side) -> float:
+        """When it may begin the layer: message `layer - lead` has arrived."""
+        due = own.layer - self._lead
+        return own.now if due < 0 else max(own.now, other.sent[due][0])
+
     def _takes(self, own: Side, other: Side) -> bool:
-        arrived = [header for at, header in other.sent if at <= own.now]
+        arrived = [header for at, header in other.sent if at <= self._chooses_at(own, other)]
         return bool(arrived) and arrived[-1] >= own.base
 
     def _verify(self, own: Side, other: Side, hits: list[int], rejected: int) -> int:
@@ -100,7 +107,8 @@ class LinkedJob:
         layer = own.layer
         if layer:
             takes = self._takes(own, other)
-            self._launch(own, 1, "_choose_x_kernel", until=other.sent[layer][0] if takes else 0.0)
+            until = max(self._chooses_at(own, other) + 0.25, other.sent[layer][0] if takes else 0.0)
+            self._launch(own, 1, "_choose_x_kernel", until=until)
             self._launch(own, 1, "_receive_residual_kernel", takes)
             own.base, own.is_right = (layer, True) if takes else (own.base, own.is_right)
             own.taken.append(takes)

@@ -101,7 +101,7 @@ def test_command_is_the_one_that_started_all_ranks(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("sys.argv", ["elsewhere/some.py", "--config", "a b"])
     assert [args.command for args in found] == [
         "launch/some.py",
-        "torchrun --nproc-per-node 2 launch/some.py --debug",
+        "torchrun --nnodes 2 --nproc-per-node 2 launch/some.py --debug",
     ]
 
 
