@@ -11,13 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpu_jobs import NUM_GPUS, environment, gpus, hosts, torchrun
+from gpu_jobs import NUM_GPUS, environment, gpus, hosts, licence_ids, torchrun
 from jobs import free_port
-from paths import ROOT, WORKERS
-
-from alspec.models.demo import DEMO_CHECKPOINT
-from alspec.models.llama_config import LlamaConfig
-from alspec.models.tokenizer.tokenizer import Tokenizer
+from paths import WORKERS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.multi_gpu, pytest.mark.timeout(900)]
 
@@ -27,9 +23,7 @@ WORKER = str(WORKERS / "gpu_worker.py")
 
 def cases(mode: str, **engine: str) -> dict[str, Any]:
     """One run of gpu_worker.py over the prompts."""
-    text = (ROOT / "LICENSE").read_text(encoding="utf-8")
-    tokenizer = Tokenizer.from_folder(DEMO_CHECKPOINT, LlamaConfig.from_folder(DEMO_CHECKPOINT))
-    ids = 4 * tokenizer.encode(text, add_bos=False)
+    ids = licence_ids()
     settings = {"speculation": {"mode": mode, "predictor": "window", "always": True}, "dtype": "fp32"} | engine
     run = {"name": "run", "engine": settings, "thresholds": ["0", "0.1", "inf"], "sampled": False, "long": False}
     batches = [[ids[start : start + length]] for length, start in PROMPTS.items()]

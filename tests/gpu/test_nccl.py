@@ -14,12 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from gpu_jobs import MAX_RANKS, NUM_GPUS, environment, gpus, needs, torchrun
-from paths import ROOT, WORKERS
-
-from alspec.models.demo import DEMO_CHECKPOINT
-from alspec.models.llama_config import LlamaConfig
-from alspec.models.tokenizer.tokenizer import Tokenizer
+from gpu_jobs import MAX_RANKS, NUM_GPUS, environment, gpus, licence_ids, needs, torchrun
+from paths import WORKERS
 
 MAX_NEW_TOKENS = 24
 # Prompts by their length, and where each begins in the licence, over and over: a text that no change here changes. All
@@ -175,9 +171,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.multi_gpu, needs(2), pytest.mark.time
 
 def _batches(num_ranks: int) -> list[list[list[int]]]:
     """Prompts of English, so that the verdicts are those of real text, and a ragged batch; two for four that share."""
-    text = (ROOT / "LICENSE").read_text(encoding="utf-8")
-    tokenizer = Tokenizer.from_folder(DEMO_CHECKPOINT, LlamaConfig.from_folder(DEMO_CHECKPOINT))
-    ids = 4 * tokenizer.encode(text, add_bos=False)
+    ids = licence_ids()
     cut = {length: ids[start : start + length] for length, start in PROMPTS.items()}
     if num_ranks == 4 and FOUR_SHARE:
         return [[cut[320]], [cut[max(cut)]]]

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_jobs import environment, gpus, needs, torchrun
+from gpu_jobs import environment, gpus, licence_ids, needs, torchrun
 from paths import WORKERS
 from quantised_folders import save_quantised
 
 from alspec import Engine
 from alspec.kernels.linear.decode_weight import DecodeWeight
 
+PROMPTS = {320: 1673, 1500: 6021}  # lengths and starts; among those of test_nccl.py
 NEW_TOKENS, LEAD = 24, 0.15  # rounding to bf16 moves no token whose logit leads by more
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -73,7 +74,8 @@ def test_steps_agree_with_prompts(weights: str, settings: dict[str, Any]) -> Non
 
 def run_job(runs: list[dict[str, Any]], num_ranks: int, folder: Path) -> dict[str, list[dict[str, Any]]]:
     """What the engines of a job give, by the run's name."""
-    batches = [[list(range(first, first + 300))] for first in (20, 90)]
+    ids = licence_ids()
+    batches = [[ids[start : start + length]] for length, start in PROMPTS.items()]
     shared = {"thresholds": ["0.1"], "sampled": False, "long": False}
     cases = {"runs": [run | shared for run in runs], "batches": batches, "max_new_tokens": NEW_TOKENS}
     files = [str(folder / f"{num_ranks}.{kind}") for kind in ("json", "out")]
@@ -105,4 +107,4 @@ def test_pairs_give_the_tokens_of_simulated(tmp_path: Path) -> None:
             assert found["transport"] == transport
             assert found["tokens"] == expected["tokens"], name
             assert found["hits"] == expected["hits"], name
-            assert {hit for step in found["hits"] for layer in step for hit in layer} == {0, 1}
+        assert {hit for row in two[name] for step in row["hits"] for layer in step for hit in layer} == {0, 1}

@@ -10,7 +10,11 @@ import sys
 
 import pytest
 import torch
-from paths import WORKERS
+from paths import ROOT, WORKERS
+
+from alspec.models.demo import DEMO_CHECKPOINT
+from alspec.models.llama_config import LlamaConfig
+from alspec.models.tokenizer.tokenizer import Tokenizer
 
 NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 MAX_RANKS = 4 if NUM_GPUS and os.environ.get("ALSPEC_SHARE_GPUS") == "1" else NUM_GPUS
@@ -51,3 +55,9 @@ def hosts(num_ranks: int, port: int, program: list[str]) -> list[tuple[list[str]
         apart = {"NCCL_HOSTID": f"host-{host}", "NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo"}
         found.append(([*command, *program], environment(gpus(host * each, each)) | apart))
     return found
+
+
+def licence_ids() -> list[int]:
+    """The licence four times, in tokens of the bundled model: English, so that verdicts are those of real text."""
+    tokenizer = Tokenizer.from_folder(DEMO_CHECKPOINT, LlamaConfig.from_folder(DEMO_CHECKPOINT))
+    return 4 * tokenizer.encode((ROOT / "LICENSE").read_text(encoding="utf-8"), add_bos=False)
