@@ -23,6 +23,16 @@ def steps_of_8b(**wanted: object) -> dict[int, Row]:
     return {row["case"]["context"]: row for row in rows if wanted.items() <= row["case"].items()}
 
 
+def _packed_steps(weights: str) -> dict[int, Row]:
+    """The same with quantised weights, on one GPU."""
+    rows = [row for row in read("weights.jsonl") if row["bench"] == "decode_step"]
+    wanted = {"shape": "llama-3.1-8b", "world": 1, "batch": 1, "kv_cache": "bf16", "weights": weights}
+    return {
+        row["case"]["context"]: row
+        for row in rows if wanted.items() <= row["case"].items() and "lm_head" not in row["case"]
+    }  # fmt: skip
+
+
 def _per_s(row: Row | None) -> str:
     return f"{row['tokens_per_s']:.0f}" if row else ""
 
@@ -45,6 +55,11 @@ def steps_at_a_glance() -> str:
         reported = REPORTED.get(world, {})
         cells += [str(reported[at]) if at in reported else "" for at in PAIR_CONTEXTS]
         lines.append([f"{world} x H200", *cells])
+    for weights in ("fp8", "int4"):
+        packed = _packed_steps(weights)
+        lines.append(
+            [f"1 x H200, {weights.upper()} weights", *(_with_share(packed.get(at)) for at in CONTEXTS), "", ""]
+        )
     head = ["", *(f"{context} tokens" for context in CONTEXTS), *(f"gpt-fast, {context}" for context in PAIR_CONTEXTS)]
     return table(head, lines)
 
@@ -76,7 +91,7 @@ def speculation_at_a_glance() -> str:
         is_nvlink = label == "NVLink"
         two = steps_of_8b(mode="off", world=2, transport="symm") if is_nvlink else split_of(linked)
         alone = steps_of_8b(mode="off", world=1) if is_nvlink else alone_of(linked)
-        for hit_rate in (0.0, 0.5 if is_nvlink else RECALL_HITS, 1.0):
+        for hit_rate in (0.0, 1.0) if is_nvlink else (0.0, RECALL_HITS, 1.0):
             found = steps_of_8b(mode="paired", world=2, transport="symm", hit_rate=hit_rate)
             pair = found if is_nvlink else over_tcp[hit_rate]
             cells = []
