@@ -148,7 +148,7 @@ def test_warps_read_records_without_each_other(part: str) -> None:
     with barriers of all warps: 1.3 times as many instructions.
     """
     found = {name: report for name, report in reports(90, part).items() if "loops" in report}
-    assert len(found) == {"fast": 2, "all": 26}[part]
+    assert len(found) == {"fast": 2, "all": 27}[part]
     by_lanes = {"BAR": 0, "STS": 0, "STL": 0, "LDL": 0, "LDSM": 0, "SYNCS": 4, "LDG": 2}
     for name, report in found.items():
         assert report["lanes_elsewhere"] == [], name
@@ -164,7 +164,7 @@ def test_warps_read_records_without_each_other(part: str) -> None:
         assert loops == [by_lanes | {"LDS": count} for count in reads], name
         # Warps meet once for each head of a lane, and before the next work item; plain attention of one has none.
         heads_per_lane = 2 if "7 x" in name or "8 x" in name else 1
-        one_item = "batch 8" not in name and "spec" not in name
+        one_item = not any(kind in name for kind in ("batch 8", "spec", "rows"))
         assert report["barriers_behind"] == heads_per_lane + (not one_item), name
 
 
@@ -185,7 +185,7 @@ def test_combine_kernels_know_their_partials_when_the_wait_ends(part: str) -> No
     verdict. Shared memory is declared and not used.
     """
     found = {name: report for name, report in reports(90, part).items() if "combine" in name}
-    assert len(found) == {"fast": 5, "all": 14}[part]
+    assert len(found) == {"fast": 5, "all": 15}[part]
     for name, report in found.items():
         assert report["conversions_before"] > 0, name
         assert report["conversions_after"] == report["barriers"] == report["shared_reads"] == 0, name

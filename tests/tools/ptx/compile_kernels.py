@@ -378,7 +378,9 @@ def pair(capability: int, tp_size: int, batch_size: int) -> dict[str, Any]:
         "ACCEPT_ALL": False, "B": batch_size, "B_PAD": batch_pad, "SUMS": sums, "SUMS_PAD": sums, "T": tp_size,
     } | pdl  # fmt: skip
     arrivals = {"SLOTS": 33, "SLOTS_PAD": 64, "T": tp_size, "T_PAD": tp_size}
-    slots: dict[str, Any] = dict.fromkeys(["takes_ptr", "computes_ptr", "predicts_ptr", "progress_ptr"], "*i32")
+    slots: dict[str, Any] = dict.fromkeys(
+        ["takes_ptr", "computes_ptr", "predicts_ptr", "progress_ptr", "lead_ptr"], "*i32"
+    )
     slots |= dict.fromkeys(["arrived_ptr", "header_ptr", "packets_ptr", "next_ptr"], "*i64") | {"counts_ptr": "*i32"}
     gathered = {"agreed_ptr": None, "peers_ptr": None}
     newest = {"HIDDEN": hidden, "HKV": kv_heads, "D": 128, "BLOCK": 256}
