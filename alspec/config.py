@@ -21,6 +21,7 @@ from alspec.field_types import (
     FilePath,
     Float,
     HitRate,
+    HitRates,
     Int,
     MeasuredMode,
     ModelPath,
@@ -41,7 +42,7 @@ from alspec.sas import Softmax
 __all__ = [
     "MAX_DRAFT_TOKENS", "MAX_LOGPROBS", "PROMPTS", "SHORT_DTYPES", "QUANTISED_CODECS", "BenchConfig", "ChatConfig",
     "ChoiceConfig", "CommandConfig", "DType", "DoctorConfig", "EngineConfig", "EvaluateConfig", "GenerateConfig",
-    "HeadWeights", "HitRate", "LatencyConfig", "SamplingConfig", "SpeculationConfig", "Weights",
+    "HeadWeights", "HitRate", "HitRates", "LatencyConfig", "SamplingConfig", "SpeculationConfig", "Weights",
     "fits", "nearest_name", "validate",
 ]  # fmt: skip
 
@@ -343,9 +344,10 @@ class LatencyConfig(CommandConfig, EngineConfig, ChoiceConfig):
     codecs: Several[KVCacheCodec] | None = Field(
         default=None, description="cache codecs to measure, such as bf16,turbo4; replaces --kv-cache"
     )
-    hit_rates: Several[HitRate] = Field(
+    hit_rates: Several[HitRates] = Field(
         default=("real",),
-        description="verdicts of paired: real ones, or forced hit rates for profiling, such as real,0.5,0.875,1",
+        description="verdicts of paired: real ones, or forced hit rates for profiling, such as real,0.5,1; a file of "
+        "evaluate's rows forces the hit rate of each layer",
     )
     acceptances: Several[HitRate] = Field(
         default=("real",),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -13,9 +14,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSeriali
 from alspec.predictor import CHUNK_SIZES
 
 __all__ = [
-    "AnyInt", "ChunkSize", "Context", "DRAFT_MODEL", "DType", "Drafter", "FilePath", "Float", "HitRate", "Int",
-    "MeasuredMode", "ModelPath", "Penalty", "SHORT_DTYPES", "Schema", "Several", "Share", "ShortDType", "StopTexts",
-    "Threshold", "TokenBiases", "TokenIds", "Tokens",
+    "AnyInt", "ChunkSize", "Context", "DRAFT_MODEL", "DType", "Drafter", "FilePath", "Float", "HitRate", "HitRates",
+    "Int", "MeasuredMode", "ModelPath", "Penalty", "SHORT_DTYPES", "Schema", "Several", "Share", "ShortDType",
+    "StopTexts", "Threshold", "TokenBiases", "TokenIds", "Tokens",
 ]  # fmt: skip
 
 DType = Literal["bf16", "fp16", "fp32"]
@@ -82,6 +83,8 @@ def _dtype(value: Any) -> Any:
 
 def _items(value: Any) -> Any:
     """Accept the flag's spelling `a,b` and a single value as well as a list."""
+    if isinstance(value, bool | os.PathLike):
+        return [value]
     return [item.strip() for item in str(value).split(",")] if isinstance(value, str | int | float) else value
 
 
@@ -143,6 +146,20 @@ def _hit_rate(value: Any) -> float | str:
     return rate
 
 
+def _hit_rate_or_file(value: Any) -> float | str | Path:
+    """A text that is no number names a file."""
+    is_number = not isinstance(value, (str, Path))
+    with suppress(ValueError):
+        float(str(value))
+        is_number = True
+    if not is_number and value != "real":
+        return Path(_path(value))
+    try:
+        return _hit_rate(value)
+    except ValueError:
+        raise ValueError("expected real, numbers from 0 to 1, or a file of rows that evaluate wrote") from None
+
+
 def _drafter(value: Any) -> Any:
     """Accept off as YAML reads it, too: false."""
     value = "off" if value is False else value
@@ -168,6 +185,7 @@ Threshold = Annotated[
     PlainSerializer(lambda threshold: threshold if math.isfinite(threshold) else "inf", when_used="json"),
 ]
 HitRate = Annotated[float | Literal["real"], BeforeValidator(_hit_rate)]
+HitRates = Annotated[float | Literal["real"] | Path, BeforeValidator(_hit_rate_or_file)]  # Path: of each layer
 Drafter = Annotated[str, BeforeValidator(_drafter)]
 ChunkSize = Annotated[int, BeforeValidator(_one_of_chunk_sizes)]
 ModelPath = Annotated[FilePath, BeforeValidator(_not_empty)]

@@ -11,12 +11,13 @@ import contextlib
 import json
 import sys
 from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-import torch
 from rich.table import Table
 
-from alspec.config import ChoiceConfig, HitRate, LatencyConfig, SamplingConfig
+from alspec.config import ChoiceConfig, HitRates, LatencyConfig, SamplingConfig
 from alspec.errors import AlspecError, UserError
 from alspec.kernels.common.limits import max_batch
 from alspec.launch.latency_rounds import check_rounds, rounds_table, sweep_rounds
@@ -33,19 +34,19 @@ from alspec.launch.terminal.flags import (
     speculation_without_effect,
 )
 from alspec.launch.terminal.output import append_rows, exit_code, result_console, write_text, writing
-from alspec.launch.terminal.prompts import read_text_ids
+from alspec.launch.terminal.prompts import from_first_rank, read_text_ids
 from alspec.models.checkpoint.source import model_config, model_name
 from alspec.runtime.cache.codecs import cache_name, check_codec, check_softmax, fit_heads
 from alspec.runtime.distributed.placement import Placement, choose_device, choose_mode, why_no_peers
 from alspec.runtime.engine.engine import Engine
 from alspec.runtime.faults.guard import guarded
+from alspec.runtime.profiling.forced_verdicts import ForcedVerdicts, read_layer_rates
 from alspec.runtime.profiling.kernel_trace import kernel_rows, label, layer_parts
 from alspec.runtime.profiling.link_trace import is_linked, link_parts
 from alspec.runtime.profiling.profile import (
     Profile,
     cache_tokens,
     first_tokens,
-    forced_verdicts,
     measure,
     prepare,
     stream_limit,
@@ -153,6 +154,10 @@ def _check(config: LatencyConfig) -> None:
         check_softmax(single)
     if config.speculation.mode not in ("auto", "off"):
         raise UserError("flags: --speculation: not used by latency; use --modes instead")
+    if Placement.from_environment().rank == 0:  # which reads them
+        for rate in config.hit_rates:
+            if isinstance(rate, Path):
+                read_layer_rates(rate)
     if "paired" not in _modes(config) and any(rate != "real" for rate in config.hit_rates):
         raise UserError("flags: --hit-rates: forced rates need --modes paired; otherwise leave --hit-rates out")
     most = min(map(max_batch, _modes(config)))
@@ -224,13 +229,14 @@ def _sweep(
     config: LatencyConfig,
     engine: Engine,
     contexts: list[int],
-    rates: tuple[HitRate, ...],
+    rates: tuple[HitRates, ...],
     text_ids: list[int] | None,
     command: str,
     results: list[Measured],
     status: StatusLine,
 ) -> None:
     is_first = engine.placement.rank == 0
+    verdicts = [(rate, _forced(engine, rate)) for rate in rates]
     name = f"{engine.mode}, {cache_name(config)}"
     status.show(f"{name}: loading weights")
     engine.load(config.batch, config.max_context or cache_tokens(contexts[-1], config.steps))
@@ -238,15 +244,15 @@ def _sweep(
     notify(engine.take_notices() if is_first else [])
     # Eager steps are recorded while they run. Captured steps are profiled afterwards, by `_trace`.
     engine.timeline.enabled = config.trace is not None and not engine.is_fused
-    for rate in rates:
+    for rate, forced in verdicts:
         if engine.decode_step is not None and engine.is_fused and engine.mode == "paired":
-            engine.decode_step.speculate(config.speculation.threshold, _forced(engine, rate))
+            engine.decode_step.speculate(config.speculation.threshold, None if forced is None else forced.now)
         status.show(f"{name}: preparing")
         prepare(engine, config.sampling)
         copy_bandwidth = stream_limit(engine)
         for context in contexts:
             status.show(f"{name}: {context} tokens")
-            profile = measure(engine, context, config.steps, text_ids, rate != "real", config.sampling)
+            profile = measure(engine, context, config.steps, text_ids, forced, config.sampling)
             row = _row(config, engine, profile, rate, copy_bandwidth, command)
             results.append((row, profile))
             if is_first:
@@ -300,11 +306,12 @@ def parts_rows(
     ]
 
 
-def _forced(engine: Engine, rate: HitRate) -> torch.Tensor | None:
+def _forced(engine: Engine, rate: HitRates) -> ForcedVerdicts | None:
+    """The verdicts of the next steps; None: real ones. Every rank calls it."""
     if rate == "real":
         return None
-    verdicts = forced_verdicts(engine.model_config.num_layers, rate)
-    return torch.tensor(verdicts, dtype=torch.int32, device=engine.device)
+    found = from_first_rank(engine, partial(read_layer_rates, rate)) if isinstance(rate, Path) else rate
+    return ForcedVerdicts.of(engine.model_config.num_layers, found, engine.device)
 
 
 def _write(config: LatencyConfig, results: list[Measured]) -> None:
@@ -325,7 +332,7 @@ def _show(results: list[Measured], config: LatencyConfig) -> None:
 
 
 def _row(
-    config: LatencyConfig, engine: Engine, profile: Profile, rate: HitRate, copy_bandwidth: float, command: str
+    config: LatencyConfig, engine: Engine, profile: Profile, rate: HitRates, copy_bandwidth: float, command: str
 ) -> dict[str, Any]:
     ranks = engine.placement.world_size
     return {
@@ -348,6 +355,7 @@ def _row(
             "softmax": config.softmax,
             "hit_rate": None if profile.hit_rate is None else round(profile.hit_rate, 4),
             "forced": rate != "real",
+            **({"layer_rates": rate.name} if isinstance(rate, Path) else {}),
             **_speculation_of(config, engine.mode),
             **_sampling_of(config.sampling),
         },
@@ -430,6 +438,7 @@ def _table(results: list[Measured]) -> Table:
             read = [f"{profile.read_bytes / 1e6:.1f}", f"{profile.bytes_per_s / 1e9:.0f}"]
             read.append(f"{row['share_of_limit']:.1%}")
         mode, forced = row["case"]["mode"], " forced" if row["case"]["forced"] else ""
+        forced += " by layer" if "layer_rates" in row["case"] else ""
         hits = "-" if profile.hit_rate is None else f"{profile.hit_rate:.1%}{forced}"
         table.add_row(
             str(profile.context), mode, row["case"]["kv_cache"], hits, *times, f"{profile.tokens_per_s:.1f}", *read

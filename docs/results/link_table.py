@@ -48,8 +48,8 @@ def _against(alone: dict[int, dict[str, Any]], name: str, rows: list[dict[str, A
 
     add(f"{split} in tensor parallelism", split_of(rows))
     for always, how in ((True, "always"), (False, "with pauses")):
-        for hit_rate, found in pairs_of(rows, always).items():
-            add(f"{groups}, {hit_rate:.0%} of the layers accept, {how}", found)
+        for found in pairs_of(rows, always).values():
+            add(f"{groups}, {_hits(next(reversed(found.values())))}, {how}", found)
     return table(["", *(f"{context} tokens" for context in contexts)], lines)
 
 
@@ -63,8 +63,15 @@ def split_of(rows: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
     return {row["case"]["context"]: row for row in rows if row["case"]["world"] > 1 and row["case"]["mode"] == "off"}
 
 
-def pairs_of(rows: list[dict[str, Any]], always: bool) -> dict[float, dict[int, dict[str, Any]]]:
-    """The rows of the pair, by hit rate and context.
+def _hits(row: dict[str, Any]) -> str:
+    """How many layers accept, and which."""
+    case = row["case"]
+    share = f"{case['hit_rate']:.0%} of the layers accept"
+    return share if "layer_rates" not in case else f"{share}, those of {case['layer_rates']}"
+
+
+def pairs_of(rows: list[dict[str, Any]], always: bool) -> dict[float | str, dict[int, dict[str, Any]]]:
+    """The rows of the pair, by hit rate, or by the file with the hit rate of each layer, and by context.
 
     always: rows of a pair that always speculates, not of one that pauses. That one may not speculate at all in a short
     context, and then has no hit rate there. Rows of one rate follow each other, from the shortest context on.
@@ -75,4 +82,9 @@ def pairs_of(rows: list[dict[str, Any]], always: bool) -> dict[float, dict[int, 
             if not groups or row["case"]["context"] <= groups[-1][-1]["case"]["context"]:
                 groups.append([])
             groups[-1].append(row)
-    return {group[-1]["case"]["hit_rate"]: {row["case"]["context"]: row for row in group} for group in groups}
+    return {
+        group[-1]["case"].get("layer_rates", group[-1]["case"]["hit_rate"]): {
+            row["case"]["context"]: row for row in group
+        }
+        for group in groups
+    }

@@ -19,8 +19,8 @@ from result_rows import HERE, REPORTED, read, times_as_fast
 from alspec.latency_model import linked_step_us, tp_step_us
 from alspec.launch.plots import plot_quality, plot_shapes
 from alspec.models.llama_config import LlamaConfig
+from alspec.runtime.profiling.forced_verdicts import forced_verdicts
 from alspec.runtime.profiling.predicted_costs import link_costs, step_costs
-from alspec.runtime.profiling.profile import forced_verdicts
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -68,7 +68,7 @@ def link_map(picture: Path, rows: list[Row]) -> None:
     alone = alone_of(rows)
     for rate, found in pairs_of(rows, always=True).items():
         for context, row in found.items():
-            if rate >= rates[0]:
+            if isinstance(rate, float) and rate >= rates[0]:
                 place = context, 100 * rate
                 axes.plot(*place, "k.")
                 gain = times_as_fast(alone[context], row)

@@ -19,8 +19,8 @@ from alspec.runtime.engine.composition import keeps_context, recalled_blocks
 from alspec.runtime.engine.drafting import draft_model_config, round_size
 from alspec.runtime.engine.kept_weights import with_weights
 from alspec.runtime.engine.memory import DTYPES, GIB, check_max_context, plan_memory
+from alspec.runtime.profiling.forced_verdicts import forced_verdicts
 from alspec.runtime.profiling.predicted_costs import LINK_US, STREAM_BYTES_PER_S, link_costs, step_costs
-from alspec.runtime.profiling.profile import forced_verdicts
 
 __all__ = ["print_plan"]
 

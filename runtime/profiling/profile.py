@@ -11,6 +11,7 @@ from alspec.config import SamplingConfig
 from alspec.runtime.cache.codecs import Cache
 from alspec.runtime.decode.prefill import CHUNK_TOKENS
 from alspec.runtime.engine.engine import Engine
+from alspec.runtime.profiling.forced_verdicts import ForcedVerdicts
 from alspec.runtime.profiling.stats import percentile, step_bytes, stream_bandwidth
 
 __all__ = [
@@ -19,7 +20,6 @@ __all__ = [
     "Profile",
     "fill",
     "first_tokens",
-    "forced_verdicts",
     "measure",
     "measure_rounds",
     "prepare",
@@ -87,19 +87,12 @@ def fill(cache: Cache, seed: int) -> None:
             cache.write_prefill(layer, request, start, k, v)
 
 
-def forced_verdicts(num_layers: int, hit_rate: float) -> list[int]:
-    """Return one verdict per layer (1 accepts, 0 rejects) with this hit rate; the hits are spread evenly."""
-    # 1e-9 as in the latency model: L r may be a few ulp below a whole number.
-    hits = [int(layer * hit_rate + 1e-9) for layer in range(num_layers + 1)]
-    return [after - before for before, after in itertools.pairwise(hits)]
-
-
 def measure(
     engine: Engine,
     context: int,
     num_steps: int,
     text_ids: list[int] | None = None,
-    is_forced: bool = False,
+    forced: ForcedVerdicts | None = None,
     sampling: SamplingConfig = GREEDY,
 ) -> Profile:
     """Time `num_steps` steps after a warm-up; every rank calls it.
@@ -112,7 +105,7 @@ def measure(
         context: tokens in the cache before the warm-up.
         num_steps: measured steps.
         text_ids: tokens of the prompts, see `prompts_from_text`; None: steps read the cache as `prepare` filled it.
-        is_forced: verdicts are forced, so that all of them count.
+        forced: verdicts that the step was prepared with; all of them count.
         sampling: as passed to `prepare`.
     Raises:
         BadNumbersError, RankFailureError: as in generation.
@@ -120,7 +113,12 @@ def measure(
     transport, batch_size = engine.connected(), engine.cache.batch_size
     transport.barrier()
     token_ids = first_tokens(engine, context, text_ids, sampling)
-    records = list(engine.decode(token_ids, [context] * batch_size, WARMUP_STEPS + num_steps))[WARMUP_STEPS:]
+    records = []
+    for step, record in enumerate(engine.decode(token_ids, [context] * batch_size, WARMUP_STEPS + num_steps), 1):
+        records.append(record)
+        if forced is not None:
+            forced.turn(step)
+    records = records[WARMUP_STEPS:]
     own_us = [record.step_us for record in records]
     gathered = transport.all_gather_world(torch.tensor(own_us, dtype=torch.float64, device=engine.device))
     seq_lens = [context + WARMUP_STEPS + num_steps // 2] * batch_size
@@ -129,7 +127,7 @@ def measure(
         engine.model_config, engine.placement.shard, engine.dtype, seq_lens, config.kv_cache, config.kv_protect
     )
     # Count only verdicts that could reject, as in `summarize`.
-    shortest = 0 if is_forced else engine.config.speculation.first_lossy_length
+    shortest = 0 if forced is not None else engine.config.speculation.first_lossy_length
     numbered = enumerate(records, context + WARMUP_STEPS)
     counted = [record.hits for length, record in numbered if length >= shortest and record.hits is not None]
     hit_rate = float(torch.stack(counted).float().mean()) if counted else None

@@ -368,8 +368,15 @@ def test_table_shows_no_bytes_of_a_pair(capsys: pytest.CaptureFixture[str]) -> N
 
 MISTAKES = [
     (("--modes", "off,simulated"), "flags: --modes: expected off or paired, found 'simulated'"),
-    (("--hit-rates", "real,1.5"), "flags: --hit-rates: expected real or numbers from 0 to 1, found '1.5'"),
-    (("--hit-rates", "half"), "flags: --hit-rates: expected real or numbers from 0 to 1, found 'half'"),
+    (
+        ("--hit-rates", "real,1.5"),
+        "flags: --hit-rates: expected real, numbers from 0 to 1, or a file of rows that evaluate wrote, found '1.5'",
+    ),
+    (
+        ("--hit-rates", "half"),
+        "flags: --hit-rates: half: [Errno 2] No such file or directory: 'half'; give real, numbers from 0 to 1, or a "
+        "file of evaluate's rows",
+    ),
     (
         ("--hit-rates", "real,0.5"),
         "flags: --hit-rates: forced rates need --modes paired; otherwise leave --hit-rates out",

@@ -18,8 +18,8 @@ from alspec.models.llama import Shard
 from alspec.models.llama_config import LlamaConfig
 from alspec.runtime.cache.codecs import cache_bytes
 from alspec.runtime.engine.memory import GIB, plan_memory
+from alspec.runtime.profiling.forced_verdicts import forced_verdicts
 from alspec.runtime.profiling.predicted_costs import LINK_US, link_costs, step_costs
-from alspec.runtime.profiling.profile import forced_verdicts
 
 PART_NAMES = ("fixed", "layer", "attention", "sender", "receiver")
 STEP_TOLERANCE = 0.10  # for a whole step

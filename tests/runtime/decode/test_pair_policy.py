@@ -10,8 +10,8 @@ import torch
 from alspec.latency_model import LinkCosts, linked_step_us, tp_step_us
 from alspec.models.llama_config import LlamaConfig
 from alspec.runtime.decode.pair_policy import PairPolicy
+from alspec.runtime.profiling.forced_verdicts import forced_verdicts
 from alspec.runtime.profiling.predicted_costs import link_costs, step_costs
-from alspec.runtime.profiling.profile import forced_verdicts
 
 MODEL = LlamaConfig.from_shape("llama-3.1-8b")
 

@@ -22,12 +22,12 @@ from alspec.runtime.decode.eager_step import EagerStep
 from alspec.runtime.distributed.placement import Placement
 from alspec.runtime.engine.composition import build_captured_step
 from alspec.runtime.engine.engine import Engine
+from alspec.runtime.profiling.forced_verdicts import ForcedVerdicts
 from alspec.runtime.profiling.profile import (
     WARMUP_STEPS,
     Profile,
     cache_tokens,
     fill,
-    forced_verdicts,
     measure,
     prepare,
     prompts_from_text,
@@ -110,7 +110,8 @@ def test_hit_rates_count_predictors_that_leave_tokens_out(
     """With S = 128 from 320 tokens on, after ten warm-up steps. Forced verdicts count at any length."""
     fake: Any = FakeEngine([10] * 4, [10.0] * 4, engine.model_config, batch_size=1)
     fake.hits = torch.tensor([[True], [False]])
-    assert measure(fake, context, 4, is_forced=is_forced).hit_rate == hit_rate
+    forced = ForcedVerdicts.of(2, 0.5, CPU) if is_forced else None
+    assert measure(fake, context, 4, forced=forced).hit_rate == hit_rate
 
 
 def test_percentiles_of_one_step_are_its_time() -> None:
@@ -194,16 +195,6 @@ def test_the_bandwidth_limit_is_that_of_the_fastest_rank(monkeypatch: pytest.Mon
     for other, fastest in ((2e9, 3e9), (4e9, 4e9)):
         fake: Any = SimpleNamespace(device=CPU, connected=partial(FakeTransport, [other]))
         assert stream_limit(fake) == fastest
-
-
-@pytest.mark.parametrize("num_layers", [1, 22, 32, 80])
-@pytest.mark.parametrize("hit_rate", [0.0, 0.5, 0.65, 0.875, 1.0])
-def test_forced_verdicts_have_the_rate_and_are_spread(num_layers: int, hit_rate: float) -> None:
-    verdicts = forced_verdicts(num_layers, hit_rate)
-    assert len(verdicts) == num_layers
-    assert set(verdicts) <= {0, 1}
-    for count in range(num_layers + 1):
-        assert abs(sum(verdicts[:count]) - count * hit_rate) < 1
 
 
 @pytest.mark.parametrize(("batch_size", "num_tokens"), [(1, 3), (1, 11), (2, 5), (3, 26)])
