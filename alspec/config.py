@@ -346,8 +346,8 @@ class LatencyConfig(CommandConfig, EngineConfig, ChoiceConfig):
     )
     hit_rates: Several[HitRates] = Field(
         default=("real",),
-        description="verdicts of paired: real ones, or forced hit rates for profiling, such as real,0.5,1; a file of "
-        "evaluate's rows forces the hit rate of each layer",
+        description="verdicts of paired: real ones, or forced hit rates for profiling, such as real,0.5,1; a file with "
+        "one of evaluate's rows forces the hit rate of each layer",
     )
     acceptances: Several[HitRate] = Field(
         default=("real",),

@@ -152,7 +152,7 @@ def _hit_rate_or_file(value: Any) -> float | str | Path:
     with suppress(ValueError):
         float(str(value))
         is_number = True
-    if not is_number and value != "real":
+    if not is_number and value not in ("real", ""):
         return Path(_path(value))
     try:
         return _hit_rate(value)

@@ -15,7 +15,7 @@ def link(rows: list[dict[str, Any]], of_hosts: list[dict[str, Any]], of_two: dic
         return ""
     text = (
         "8B shape with random weights, one request, bf16. Two GPUs of one host that may talk over TCP alone"
-        f" ({SOCKETS}), as two hosts would, against one of them alone in the same run. Hits above 0 % are forced."
+        f" ({SOCKETS}), as two hosts would, against one of them alone. Hits above 0 % are forced."
         " A pair that does not pay pauses, unless it always speculates."
     )
     text_of_hosts = (

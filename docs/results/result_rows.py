@@ -10,7 +10,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 PARTS = "decode_parts"
 
-# Published tokens/s of gpt-fast, not rows: the same decode (8B shape, bf16, one request) on 1 and 4 H200s, by context.
+# Tokens/s of gpt-fast, no rows, from another host: the same decode (8B shape, bf16, one request), by H200s and context.
 REPORTED = {1: {8192: 158, 131072: 84}, 4: {8192: 221, 131072: 156}}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from rich.console import Console
@@ -25,11 +26,28 @@ from alspec.runtime.profiling.predicted_costs import LINK_US, STREAM_BYTES_PER_S
 __all__ = ["print_plan"]
 
 PREDICTED_HIT_RATE = 0.65  # lowest of the published range, 65 to 80 %
+LINKED_HIT_RATES = (0.8, 0.95, 1.0)  # of SmolLM2 with 16 and with more recalled blocks, and the most
 MAX_RANKS = 16
-OVER_TCP = "over TCP"
-MODES = {"off": 1, "paired": 2, f"{OVER_TCP}, off": 1, f"{OVER_TCP}, paired": 2}  # groups of ranks
 H200_GIB = 139  # as PyTorch reports it, minus 1 to 2 GiB that CUDA and NCCL take
 FAILURE_PROBABILITY = 0.01  # of the bound on the error of accepted A~
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A kind of line of the table."""
+
+    name: str
+    num_groups: int
+    hit_rate: float = 0.0
+    over_tcp: bool = False  # two hosts with one rank each
+
+
+MODES = (
+    Mode("off", 1),
+    Mode("paired", 2, PREDICTED_HIT_RATE),
+    Mode("over TCP, off", 1, over_tcp=True),
+    *(Mode(f"over TCP, paired, {rate:.0%} hits", 2, rate, over_tcp=True) for rate in LINKED_HIT_RATES),
+)
 
 
 def print_plan(config: GenerateConfig) -> None:
@@ -54,30 +72,30 @@ def print_plan(config: GenerateConfig) -> None:
     table = Table(
         title=f"{context} tokens, {weights}, cache {cache_name(config)}; captured step over peer "
         f"memory on H200s, {STREAM_BYTES_PER_S / 1e12:.1f} TB/s, paired at a hit rate of {PREDICTED_HIT_RATE:.2f}; "
-        f"over TCP: two hosts, {LINK_US:.0f} us a message, against one of them alone",
+        f"over TCP: two hosts, {LINK_US:.0f} us a message, against one of them alone; a pair that does not pay pauses",
         caption=_what_speculation_changes(config.speculation.threshold, model.num_layers)
         if rounds is None
         else f"memory with --draft {config.draft}, latency of plain steps",
     )
     for name in ("ranks", "mode", "T", "weights GiB", "cache GiB", "buffers GiB", "ms/token", "against off"):
         table.add_column(name, justify="left" if name == "mode" else "right")
-    steps: dict[tuple[str, int], float] = {}  # microseconds, by mode and ranks
+    alone_us: dict[int, float] = {}  # step of one group in tensor parallelism, by ranks
     worlds = {groups * tp_size for tp_size in model.valid_tp_sizes for groups in (1, 2)}
     for world_size in sorted(world for world in worlds if world <= MAX_RANKS):
-        for mode, num_groups in MODES.items():
-            tp_size = world_size // num_groups
-            if world_size % num_groups or tp_size not in model.valid_tp_sizes:
+        for mode in MODES:
+            tp_size = world_size // mode.num_groups
+            if world_size % mode.num_groups or tp_size not in model.valid_tp_sizes:
                 continue
-            if mode.startswith(OVER_TCP) and world_size != 2:
-                continue  # not measured
-            if mode != "off" and rounds is not None:
+            if mode.over_tcp and world_size != 2:
+                continue  # not predicted
+            if mode.name != "off" and rounds is not None:
                 continue
             if draft_model is not None and tp_size not in draft_model.valid_tp_sizes:
                 continue
             if config.kv_cache == "turbo-mixed" and tp_size >= model.num_kv_heads:
                 continue  # a rank would have one KV head; turbo-mixed needs two
-            shard = Shard(0, tp_size, 0, tp_size if mode.startswith(OVER_TCP) else world_size)
-            run_mode = "off" if num_groups == 1 else "paired"
+            shard = Shard(0, tp_size, 0, tp_size if mode.over_tcp else world_size)
+            run_mode = "off" if mode.num_groups == 1 else "paired"
             recalled, keeps = recalled_blocks(config, run_mode), keeps_context(config, run_mode)
             kept = with_weights(config, model, tp_size, packs)
             plan = plan_memory(
@@ -85,20 +103,21 @@ def print_plan(config: GenerateConfig) -> None:
             )
             sizes = (plan.weights_bytes, plan.cache_bytes, plan.buffer_bytes)
             fits = sum(sizes) < H200_GIB * GIB
-            steps[mode, world_size] = _step_us(mode, kept, world_size, dtype, context, config, steps.get(("off", 1)))
-            base = ("off", 1 if mode.startswith(OVER_TCP) else world_size)
-            against = f" of {base[1]}" if mode.startswith(OVER_TCP) else ""
-            ratio = f"{steps[base] / steps[mode, world_size]:.2f}x{against}" if base in steps else "-"
+            step_us = _step_us(mode, kept, world_size, dtype, context, config, alone_us.get(1))
+            if mode.name == "off":
+                alone_us[world_size] = step_us
+            base = 1 if mode.over_tcp else world_size
+            ratio = f"{alone_us[base] / step_us:.2f}x{' of 1' if mode.over_tcp else ''}" if base in alone_us else "-"
             table.add_row(
-                str(world_size), mode, str(tp_size), *(f"{size / GIB:.2f}" for size in sizes),
-                f"{steps[mode, world_size] / 1e3:.2f}" if fits else "does not fit",
-                ratio if fits and mode != "off" else "-",
+                str(world_size), mode.name, str(tp_size), *(f"{size / GIB:.2f}" for size in sizes),
+                f"{step_us / 1e3:.2f}" if fits else "does not fit",
+                ratio if fits and mode.name != "off" else "-",
             )  # fmt: skip
     Console(width=120).print(table)
 
 
 def _step_us(
-    mode: str,
+    mode: Mode,
     model: LlamaConfig,
     world_size: int,
     dtype: torch.dtype,
@@ -111,16 +130,16 @@ def _step_us(
     Args:
         model: with the weights of one rank's group.  alone_us: of one rank, for two hosts.
     """
-    num_groups, sizes = MODES[mode], (dtype, context, config.kv_cache, config.kv_protect)
-    costs = step_costs(model, world_size, num_groups, *sizes)
-    if mode == f"{OVER_TCP}, paired":
-        assert alone_us is not None
-        accepted = list(map(bool, forced_verdicts(model.num_layers, PREDICTED_HIT_RATE)))
-        always_us = linked_step_us(link_costs(model, world_size // num_groups, *sizes), accepted)
-        return min(always_us, alone_us)  # a pair that does not pay pauses
-    if mode == f"{OVER_TCP}, off":
+    sizes = dtype, context, config.kv_cache, config.kv_protect
+    costs = step_costs(model, world_size, mode.num_groups, *sizes)
+    if not mode.over_tcp:
+        return tp_step_us(costs) if mode.num_groups == 1 else speculative_step_us(costs, mode.hit_rate)
+    if mode.num_groups == 1:
         return linked_tp_step_us(costs, LINK_US)
-    return tp_step_us(costs) if mode == "off" else speculative_step_us(costs, PREDICTED_HIT_RATE)
+    assert alone_us is not None
+    accepted = list(map(bool, forced_verdicts(model.num_layers, mode.hit_rate)))
+    always_us = linked_step_us(link_costs(model, world_size // mode.num_groups, *sizes), accepted)
+    return min(always_us, alone_us)  # a pair that does not pay pauses
 
 
 def _what_speculation_changes(threshold: float, num_layers: int) -> str | None:

@@ -2,8 +2,8 @@
 
 Alone, both groups compute the whole step, each over its own weights and cache: the same bits, so no message is needed.
 That is as fast as one group. A pair is slower than that where few layers accept or the context is short. Which it is
-follows from the verdicts that both groups have read and from a model of the step (alspec/latency_model.py), so both
-decide alike, and a text depends on no measured time.
+follows from the verdicts that both groups have read and from a model of the step (alspec/latency_model.py), with the
+time of a message as both measured it when they started. So both decide alike.
 """
 
 from __future__ import annotations

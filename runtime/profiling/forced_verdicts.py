@@ -1,6 +1,6 @@
 """Verdicts that are forced for profiling: evenly spread over the layers, or drawn from the hit rates of a real model.
 
-The layers of a real model that reject are not evenly spread: some reject nearly always, others never. A pair over a
+The layers of a real model that reject are not evenly spread: some reject half of the time, others never. A pair over a
 link loses less then, because layers that it loses behind a reject often reject too.
 """
 
@@ -73,7 +73,8 @@ def read_layer_rates(path: Path) -> list[float]:
     try:
         rows = [parse_json(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, ValueError) as error:
-        raise UserError(f"{name}: {error}; give real, numbers from 0 to 1, or a file of evaluate's rows") from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"{name}: {reason}; give real, numbers from 0 to 1, or a file of evaluate's rows") from None
     found = [rates for row in rows if isinstance(row, dict) and (rates := row.get("hit_rate_per_layer"))]
     found = [rates for rates in found if isinstance(rates, list) and any(rates)]
     if len(found) != 1:

@@ -374,7 +374,7 @@ MISTAKES = [
     ),
     (
         ("--hit-rates", "half"),
-        "flags: --hit-rates: half: [Errno 2] No such file or directory: 'half'; give real, numbers from 0 to 1, or a "
+        "flags: --hit-rates: half: No such file or directory; give real, numbers from 0 to 1, or a "
         "file of evaluate's rows",
     ),
     (

@@ -177,6 +177,20 @@ def test_a_plan_has_the_bytes_and_milliseconds_of_a_rank(capsys: pytest.CaptureF
         assert found[str(world), mode] == [*(f"{size / GIB:.2f}" for size in sizes), f"{us / 1e3:.2f}"]
 
 
+def test_a_plan_compares_two_hosts_with_one(capsys: pytest.CaptureFixture[str]) -> None:
+    """A pair over TCP pauses where it does not pay: with few hits, or in a short context."""
+    gains = {}
+    for context in ("8k", "128k"):
+        assert generate.main(["--random-weights", "llama-3.1-8b", "--max-context", context, "--plan"]) == 0
+        cells = [[cell.strip() for cell in line.split("│")] for line in capsys.readouterr().out.splitlines()]
+        gains[context] = {row[2]: float(row[-2].removesuffix("x of 1")) for row in cells if "x of 1" in row[-2:][0]}
+    names = ["over TCP, off", *(f"over TCP, paired, {rate} hits" for rate in ("80%", "95%", "100%"))]
+    assert list(gains["8k"]) == list(gains["128k"]) == names
+    assert gains["8k"]["over TCP, off"] < 0.55 < 0.7 < gains["128k"]["over TCP, off"] < 0.85
+    assert [gains["8k"][name] for name in names[1:]] == [1.0, 1.0, 1.0]
+    assert gains["128k"][names[1]] == 1.0 < gains["128k"][names[2]] < gains["128k"][names[3]]
+
+
 def test_a_plan_lists_caches_that_ranks_can_have(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """turbo-mixed needs two KV heads on each rank, so up to four ranks share eight. 16 ranks have each of them twice.
 
