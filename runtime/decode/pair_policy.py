@@ -25,19 +25,17 @@ class PairPolicy:
     Args:
         costs: cached tokens of all requests -> time of a step of one group alone, and parts of a step of the pair.
         num_layers: L.
-        always: it speculates, whether it pays or not.
     """
 
-    def __init__(self, costs: Callable[[int], tuple[float, LinkCosts]], num_layers: int, always: bool = False) -> None:
+    def __init__(self, costs: Callable[[int], tuple[float, LinkCosts]], num_layers: int) -> None:
         """Create it; `begin` follows."""
-        self._always = always
         self._costs = functools.lru_cache(maxsize=4)(costs)
         self._all_hits = [True] * num_layers
         self.begin()
 
     def begin(self) -> None:
         """A generation begins."""
-        self._policy = DraftPolicy(self._always)
+        self._policy = DraftPolicy()
 
     def speculates(self, num_tokens: int) -> bool:
         """Whether the next step speculates. Call it once for each step that is launched. num_tokens: as for costs."""

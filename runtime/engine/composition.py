@@ -244,7 +244,10 @@ def choose_products(model: Llama, tp_size: int, num_rows: int) -> Products:
 def choose_pair_policy(
     choices: Choices, config: EngineConfig, model: LlamaConfig, transport: Transport
 ) -> PairPolicy | None:
-    """When the groups of a pair over a link decode alone; None: never, and in other jobs. Every rank calls it."""
+    """How far ahead the speculator of a pair over a link is, and when the groups decode alone; None in other jobs.
+
+    Every rank calls it.
+    """
     placement, tp_size = choices.placement, choices.placement.tp_size
     if not placement.is_linked or not choices.uses_graph:
         return None
@@ -257,7 +260,7 @@ def choose_pair_policy(
         alone_us = tp_step_us(step_costs(model, tp_size, 1, *sizes))
         return alone_us, link_costs(model, tp_size, *sizes, link_us)
 
-    return PairPolicy(costs, model.num_layers, config.speculation.always)
+    return PairPolicy(costs, model.num_layers)
 
 
 def network_notices(
@@ -302,7 +305,7 @@ def build_captured_step(
 
     Args:
         speculation: given for two paired groups.
-        policy: says when the groups of a pair over a link decode alone; None: never.
+        policy: of a pair over a link, see `choose_pair_policy`. The groups never decode alone if `speculation.always`.
     """
     config, batch_size, device = model.config, cache.batch_size, transport.device
     tp_size = transport.placement.tp_size
@@ -342,8 +345,8 @@ def build_captured_step(
         linked = LinkedPair.allocate(shape, exchange, placement.group, placement.paired_rank)
         state.hits = linked.hits  # the verifier's verdicts travel as they are
         decoder = (Verifier if linked.verifies else Speculator)(*common, state, linked, transport.pair_link())
-    alone = None if policy is None or pair is not None else Decoder(*common)
-    return CapturedStep(decoder, state, cache.max_context, uses_graph, operation, alone, policy if alone else None)
+    alone = None if policy is None or speculation.always else Decoder(*common)
+    return CapturedStep(decoder, state, cache.max_context, uses_graph, operation, alone, policy)
 
 
 def _pair_shape(

@@ -55,19 +55,13 @@ def test_tokens_rounds_and_cache_are_those_of_eager_rounds(
         assert [[accepted for _, accepted in step] for step in engine.generation.rounds[:-2]] == [
             [accepted for _, accepted in step] for step in rounds[: len(engine.generation.rounds) - 2]
         ]
-        # Other sums before a code is rounded can give the next code, which then shows in later log probabilities.
-        tolerance = 1e-4
         for found, right in zip(cached(engine, lengths), cache, strict=True):
             if found.dtype == torch.float32:
                 torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-5)
-            elif (differs := found != right).any():
-                tolerance = 2**-8
-                assert differs.float().mean() < 0.05
-                assert found.dtype != torch.int8 or (found.int() - right.int()).abs().max() == 1
         for answer, right in zip(engine.generation.completions(), logprobs, strict=True):
             assert (answer.logprobs is None) == (right is None)
             for own, other in zip(answer.logprobs or [], right or [], strict=True):
-                assert abs(own.logprob - other.logprob) < tolerance
+                assert abs(own.logprob - other.logprob) < (1e-4 if codec == "bf16" else 2**-10)
                 assert [token for token, _ in own.top] == [token for token, _ in other.top]
 
 

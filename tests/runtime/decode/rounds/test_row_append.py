@@ -76,8 +76,7 @@ def test_a_second_turn_is_appended(turbo_folder: Path, make_prompt: Any, codec: 
         engine.load(1, 200)
         put_append(engine)
         second = first + answer(engine, first) + new
-        found = answer(engine, second, logprobs=2)
-        leads = [own.top[0][1] - own.top[1][1] for own in engine.generation.completions()[0].logprobs or []]
+        found = answer(engine, second)
         assert engine.generation.reused_tokens == [length + NEW - 1]
         assert engine.generation.prefill_us > 0
         assert len(engine.generation.step_us) == NEW - 1
@@ -90,17 +89,12 @@ def test_a_second_turn_is_appended(turbo_folder: Path, make_prompt: Any, codec: 
         engine.load(1, 200)
         if codec != "bf16":
             put_append(engine)  # the eager step makes a record of a full block before it reads it, the fused one after
-        # A sum of 16 rows that rounds differently moves a code, and that moves codes of later layers.
-        differ = [place for place, (a, b) in enumerate(zip(fed(engine, first, second), found, strict=True)) if a != b]
-        if differ:
-            assert codec != "bf16"
-            assert leads[differ[0]] < 0.05
-            return
+        assert fed(engine, first, second) == found
         for ours, right in zip(own, cached(engine, [held]), strict=True):
             if ours.dtype == torch.float32:
                 torch.testing.assert_close(ours, right, rtol=1e-4, atol=1e-5)
             else:
-                assert (ours != right).float().mean() < 0.01
+                assert (ours != right).float().mean() < 0.002  # a sum that rounds differently moves a code
 
 
 @pytest.mark.parametrize("codec", fast(["bf16", "turbo4", "hybrid-k4v2"], keep=[]))
