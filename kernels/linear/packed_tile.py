@@ -54,7 +54,7 @@ __all__ = [
 
 K_BLOCK = tl.constexpr(INPUTS_OF_K_BLOCK)
 LINE = tl.constexpr(128)  # words of 512 bytes
-MANY_TILES = 264  # two to an SM of an H200
+MANY_TILES = 264  # two to an SM of an H100 or H200: as many programs of eight warps run at once
 CHUNK_K_BLOCKS = 8  # at most
 BUFFER_BYTES = tl.constexpr(36864)  # of a program: five fit an SM
 PROGRAMS_PER_SM = 5
@@ -79,8 +79,12 @@ def tile_settings(
 
 
 def num_warps(weight_format: str, num_tiles: int) -> int:
-    """Warps of a program. More of them shorten a tile, but each has its first inputs and its last sums."""
-    return 4 if weight_format == "int4" and num_tiles > MANY_TILES else 8
+    """Warps of a program. More of them shorten a tile, but each has its first inputs and its last sums.
+
+    FP8 takes four where all tiles then run at once, four to an SM, and eight would take two rounds.
+    """
+    few = num_tiles > MANY_TILES if weight_format == "int4" else MANY_TILES * 3 < 2 * num_tiles <= MANY_TILES * 4
+    return 4 if few else 8
 
 
 def _chunk_k_blocks(num_inputs: int, weight_format: str, group: int, warps: int) -> int:

@@ -1,25 +1,31 @@
-"""Rounds on one GPU, captured: the text is that of captured steps."""
+"""Captured rounds on one GPU and on two: the text is that of captured steps."""
 
 from __future__ import annotations
 
 import itertools
+import json
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from gpu_jobs import environment, gpus, needs, torchrun
+from paths import WORKERS
 
 from alspec.config import SamplingConfig
 from alspec.models.demo import DEMO_CHECKPOINT
+from alspec.models.llama_config import LlamaConfig
+from alspec.models.tokenizer.tokenizer import Tokenizer
 from alspec.runtime.engine.engine import Engine
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 PROMPTS = [(DEMO_CHECKPOINT.parent / "prompt.txt").read_text(encoding="utf-8"), "The road", "It was"]
-
-
+DRAFTS = ["ngram", "self", f"model:{DEMO_CHECKPOINT}"]
 SAMPLED = {"temperature": 0.8, "seed": 3, "frequency_penalty": 0.3}
 
 
-@pytest.mark.parametrize("draft", ["ngram", "self", f"model:{DEMO_CHECKPOINT}"])
+@pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.parametrize(("sampling", "num_prompts"), [({}, 1), (SAMPLED, 2), (SAMPLED, 3)])
 def test_the_text_is_that_of_captured_steps(draft: str, sampling: dict[str, Any], num_prompts: int) -> None:
     """The library multiplies the rows of three prompts of six rows."""
@@ -62,3 +68,31 @@ def test_many_requests_give_the_text_of_each_alone(count: int) -> None:
         assert engine.uses_graph
         for index in range(0, count, 5):
             assert engine.generate(prompts[index], how) == answers[index]
+
+
+@pytest.mark.multi_gpu
+@needs(2)
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("transport", ["symm", "host", "nccl"])
+def test_two_gpus_give_the_tokens_of_captured_steps(transport: str, tmp_path: Path) -> None:
+    """One prompt and two, greedy and sampled with penalties."""
+    shared = {"dtype": "fp32", "speculation": {"mode": "off"}, "transport": transport, "cuda_graph": "on"}
+    drafts = {draft: {"draft": draft, "draft_tokens": 4, "draft_always": True} for draft in DRAFTS}
+    runs = [
+        {"name": name, "engine": shared | engine, "sampled": True, "long": False, "thresholds": ["0"]}
+        for name, engine in {"plain": {}, **drafts}.items()
+    ]
+    tokenizer = Tokenizer.from_folder(DEMO_CHECKPOINT, LlamaConfig.from_folder(DEMO_CHECKPOINT))
+    prompts = [tokenizer.encode(prompt) for prompt in PROMPTS]
+    cases = {"runs": runs, "batches": [prompts[:1], prompts[1:]], "max_new_tokens": 40}
+    (tmp_path / "cases.json").write_text(json.dumps(cases))
+    visible, files = gpus(0, 2), [str(tmp_path / "cases.json"), str(tmp_path / "found.json")]
+    command = torchrun(2, visible, [str(WORKERS / "gpu_worker.py"), *files])
+    done = subprocess.run(command, env=environment(visible), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads((tmp_path / "found.json").read_text())
+    for draft in DRAFTS:
+        assert [row["tokens"] for row in found[draft]] == [row["tokens"] for row in found["plain"]]
+        assert [row["sampled"] for row in found[draft]] == [row["sampled"] for row in found["plain"]]
+        assert all(row["cuda_graph"] for row in found[draft])
+        assert sum(row["accepted"] for row in found[draft]) > 0

@@ -87,6 +87,7 @@ def generate(engine: Engine, batch: list[list[int]], sampling: SamplingConfig) -
         "prompt_lens": [len(ids) for ids in batch],
         "tokens": [request.token_ids for request in generation.requests],
         "hits": [hits.int().tolist() for hits in generation.hits],
+        "accepted": sum(accepted for step in generation.rounds for _, accepted in step),
         "sampled": [],
         "device": engine.device.type,
         "transport": engine.transport_name,
