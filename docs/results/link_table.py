@@ -67,7 +67,8 @@ def _hits(row: dict[str, Any]) -> str:
     """How many layers accept, and which."""
     case = row["case"]
     share = f"{case['hit_rate']:.0%} of the layers accept"
-    return share if "layer_rates" not in case else f"{share}, those of {case['layer_rates']}"
+    blocks = case.get("layer_rates", "").removeprefix("hits_recall").removesuffix(".jsonl")
+    return f"{share}, as SmolLM2's with {blocks} recalled blocks" if blocks else share
 
 
 def pairs_of(rows: list[dict[str, Any]], always: bool) -> dict[float | str, dict[int, dict[str, Any]]]:
