@@ -12,7 +12,9 @@ from round_cases import cached, engine_of, put_captured
 from tiers import fast
 
 from alspec.config import SamplingConfig
+from alspec.kernels.common.limits import MAX_FUSED_ROWS
 from alspec.runtime.decode.rounds.row_append import pass_sizes
+from alspec.runtime.engine import composition
 from alspec.runtime.engine.composition import build_decode_step
 from alspec.runtime.engine.engine import Engine
 from alspec.runtime.engine.kept_prefix import KeptPrefix
@@ -69,8 +71,15 @@ CASES = [
 
 
 @pytest.mark.parametrize(("codec", "length"), fast(CASES, keep=[]))
-def test_a_second_turn_is_appended(turbo_folder: Path, make_prompt: Any, codec: str, length: int) -> None:
-    """Around the edge of a block: tokens, and what the cache holds. The first answer stays as steps wrote it."""
+def test_a_second_turn_is_appended(
+    turbo_folder: Path, make_prompt: Any, codec: str, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Around the edge of a block: tokens, and what the cache holds. The first answer stays as steps wrote it.
+
+    Passes over a quantised cache multiply as steps do, with the same bits: the library's roundings would move codes.
+    """
+    if codec != "bf16":
+        monkeypatch.setattr(composition, "FAST_ROWS", MAX_FUSED_ROWS)
     first, new = make_prompt(length, seed=7), make_prompt(21, seed=8)
     with engine_of(turbo_folder, kv_cache=codec, max_context=200) as engine:
         engine.load(1, 200)
@@ -94,7 +103,7 @@ def test_a_second_turn_is_appended(turbo_folder: Path, make_prompt: Any, codec: 
             if ours.dtype == torch.float32:
                 torch.testing.assert_close(ours, right, rtol=1e-4, atol=1e-5)
             else:
-                assert (ours != right).float().mean() < 0.002  # a sum that rounds differently moves a code
+                assert (ours != right).float().mean() < 0.001  # attention sums up in another order, which moves a code
 
 
 @pytest.mark.parametrize("codec", fast(["bf16", "turbo4", "hybrid-k4v2"], keep=[]))
