@@ -18,6 +18,7 @@ import transformers
 gguf = pytest.importorskip("gguf")
 
 from gguf_files import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, LAYERS, MLP, QUANTISED, TYPES, VOCAB, write_gguf  # noqa: E402
+from paths import ROOT  # noqa: E402
 
 from alspec import Engine  # noqa: E402
 from alspec.config import EngineConfig  # noqa: E402
@@ -348,24 +349,51 @@ def test_all_quantised_types_are_read_with_the_packages_block_sizes() -> None:
             assert BLOCKS.get(name, gguf.GGML_QUANT_SIZES[kind]) == gguf.GGML_QUANT_SIZES[kind]
 
 
-@pytest.mark.full
-def test_smollm2_gives_the_tokens_of_transformers() -> None:
+@pytest.fixture(scope="module")
+def smollm2_path() -> Path:
     try:
-        path = model_path(EngineConfig(model=SMOLLM2))
+        return model_path(EngineConfig(model=SMOLLM2))
     except UserError as error:
         pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def smollm2_reference(smollm2_path: Path) -> Any:
+    """transformers' model of the same file."""
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    settings = load_gguf_checkpoint(str(path))["config"]
+    settings = load_gguf_checkpoint(str(smollm2_path))["config"]
     reference: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings)).eval()
-    loaded = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=reference)
+    loaded = load_gguf_checkpoint(str(smollm2_path), return_tensors=True, model_to_load=reference)
     reference.load_state_dict(loaded["tensors"], strict=False)
     reference.tie_weights()
-    with Engine.from_pretrained(SMOLLM2, dtype="fp32", transport="gloo") as engine:
+    return reference
+
+
+@pytest.mark.full
+def test_smollm2_gives_the_tokens_of_transformers(smollm2_path: Path, smollm2_reference: Any) -> None:
+    with Engine.from_pretrained(SMOLLM2, dtype="fp32") as engine:
         assert engine.tokenizer is not None
         ids = engine.tokenizer.encode_chat([{"role": "user", "content": "What is the capital of France?"}])
         found = [token.token_id for token in engine.stream(ids, max_new_tokens=20, ignore_eos=True)]
-    expected = reference.generate(torch.tensor([ids]), max_new_tokens=20, do_sample=False, eos_token_id=None)
-    assert found == expected[0, len(ids) :].tolist()
+    assert found == greedy(smollm2_reference, ids, 20)
     assert engine.tokenizer.decode(found).startswith("The capital of France is Paris.")
-    assert len(read_gguf(path).entries) == 272
+    assert len(read_gguf(smollm2_path).entries) == 272
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("length", [37, 3000, 7000])
+def test_smollm2_gives_the_tokens_of_transformers_after_long_prompts(length: int, smollm2_reference: Any) -> None:
+    """On a GPU by captured steps."""
+    text = "".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md")))
+    with Engine.from_pretrained(SMOLLM2, dtype="fp32") as engine:
+        assert engine.tokenizer is not None
+        ids = engine.tokenizer.encode(text)[:length]
+        found = [token.token_id for token in engine.stream(ids, max_new_tokens=200, ignore_eos=True)]
+        assert engine.uses_graph == (engine.device.type == "cuda")
+    assert found == greedy(smollm2_reference, ids, 200)
+
+
+def greedy(reference: Any, ids: list[int], count: int) -> list[int]:
+    generated = reference.generate(torch.tensor([ids]), max_new_tokens=count, do_sample=False, eos_token_id=None)
+    return generated[0, len(ids) :].tolist()
