@@ -148,7 +148,7 @@ def linked_step_us(costs: LinkCosts, accepted: Sequence[bool]) -> float:
 
     The verifier skips post-attention of an accepted layer if the speculator's x has arrived by then and follows from
     the verifier's alone. The speculator, when it knows of a reject since its base, waits for the verifier's x. It
-    begins a layer no sooner than `linked_lead` allows.
+    begins a layer no sooner than `linked_lead` allows. The L + 1 messages of a step follow each other on the link.
 
     Args:
         costs: parts of a step.
@@ -171,4 +171,4 @@ def linked_step_us(costs: LinkCosts, accepted: Sequence[bool]) -> float:
         if not is_accepted:
             rejected = layer
             notices.append((verifier_at + costs.link_us, layer))
-    return costs.fixed_us + verifier_at
+    return max(costs.fixed_us + verifier_at, (len(accepted) + 1) * costs.link_us)

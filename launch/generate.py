@@ -8,6 +8,7 @@ if __name__ == "__main__":  # before the imports that take seconds
     exit_on_interrupt()
 
 import json
+import math
 import sys
 from dataclasses import asdict
 from typing import Any
@@ -25,6 +26,7 @@ from alspec.runtime.distributed.placement import Placement
 from alspec.runtime.engine.engine import Engine
 from alspec.runtime.engine.generation import Generation, rows_of
 from alspec.runtime.faults.guard import guarded
+from alspec.runtime.profiling.predicted_costs import LINK_US
 from alspec.runtime.profiling.provenance import versions
 from alspec.runtime.profiling.stats import mean_lengths, step_bytes, stream_bandwidth, summarize
 from alspec.runtime.profiling.timeline import trace_json
@@ -38,10 +40,18 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     parser = Parser(prog="generate", description="Generate text with a Llama model.")
     parser.add_argument("--plan", action="store_true", help="print memory and predicted latency; needs no GPU")
+    parser.add_argument(
+        "--link-us", type=float, metavar="US",
+        help=f"of --plan: microseconds of a message between two hosts, as doctor reports (default: {LINK_US:.0f}, TCP)",
+    )  # fmt: skip
     with exit_code(argv) as outcome:
         config, args = parse_command(parser, GenerateConfig, argv, outcome)
+        if args.link_us is not None and not (args.plan and 0 <= args.link_us < math.inf):
+            raise UserError(
+                f"flags: --link-us: expected a number of microseconds, 0 or more, beside --plan, found {args.link_us:g}"
+            )
         if args.plan:
-            _plan(config)
+            _plan(config, LINK_US if args.link_us is None else args.link_us)
             raise Finished
         use_utf8()
         engine = Engine(config, trace=config.trace is not None)
@@ -66,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
     return outcome.code
 
 
-def _plan(config: GenerateConfig) -> None:
+def _plan(config: GenerateConfig, link_us: float) -> None:
     for flag, path in (("--json", config.json_file), ("--trace", config.trace)):
         if path is not None:
             raise UserError(f"flags: {flag}: --plan generates nothing to write there; leave one of them out")
@@ -75,7 +85,7 @@ def _plan(config: GenerateConfig) -> None:
         given |= {"speculation"}
     if Placement.from_environment().rank != 0:  # once, not by every rank of torchrun
         return
-    print_plan(config)
+    print_plan(config, link_us)
     if given:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(given))
         what = "shows every mode, for one request of --max-context tokens (default: all that the model takes)"

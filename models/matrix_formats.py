@@ -84,10 +84,17 @@ def quantised_format(config: LlamaConfig, tp_size: int, name: str) -> KeptFormat
     allowed = _GROUPS[-1:] if config.weights == "int4-g32" else _GROUPS
     sizes = [size for size in allowed if columns % size == 0]
     if not sizes:
+        fitting = [size for size in config.valid_tp_sizes if _divides_into_groups(config, size)]
+        others = f"valid sizes of one group: {', '.join(map(str, fitting))}; or " if fitting else ""
+        owner = "a rank" if tp_size == 1 else f"each of {tp_size} ranks"
         raise UserError(
-            f"weights: int4 needs inputs in groups of {_GROUPS[-1]}, a rank has {columns} of {name}; use fp8"
+            f"weights: int4 needs inputs in groups of {_GROUPS[-1]}, {owner} has {columns} of {name}; {others}use fp8"
         )
     return KeptFormat("int4", sizes[0])
+
+
+def _divides_into_groups(config: LlamaConfig, tp_size: int) -> bool:
+    return all(matrix.columns % _GROUPS[-1] == 0 for matrix in matrices_of(config, tp_size).values())
 
 
 def stored_format(config: LlamaConfig, tp_size: int, layer: int, name: str) -> KeptFormat | None:

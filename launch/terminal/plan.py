@@ -11,6 +11,7 @@ from rich.table import Table
 
 from alspec.config import GenerateConfig
 from alspec.error_bounds import high_probability_bound
+from alspec.errors import UserError
 from alspec.latency_model import linked_step_us, linked_tp_step_us, speculative_step_us, tp_step_us
 from alspec.models.checkpoint.source import model_config
 from alspec.models.llama import Shard
@@ -39,19 +40,22 @@ class Mode:
     name: str
     num_groups: int
     hit_rate: float = 0.0
-    over_tcp: bool = False  # two hosts with one rank each
+    two_hosts: bool = False  # with one rank each, over a link
 
 
 MODES = (
     Mode("off", 1),
     Mode("paired", 2, PREDICTED_HIT_RATE),
-    Mode("over TCP, off", 1, over_tcp=True),
-    *(Mode(f"over TCP, paired, {rate:.0%} hits", 2, rate, over_tcp=True) for rate in LINKED_HIT_RATES),
+    Mode("two hosts, off", 1, two_hosts=True),
+    *(Mode(f"two hosts, paired, {rate:.0%} hits", 2, rate, two_hosts=True) for rate in LINKED_HIT_RATES),
 )
 
 
-def print_plan(config: GenerateConfig) -> None:
+def print_plan(config: GenerateConfig, link_us: float = LINK_US) -> None:
     """Print a table over world sizes and modes on stdout.
+
+    Args:
+        link_us: time of a message between two hosts, and of an all-reduce.
 
     Raises:
         UserError: unknown shape, broken folder, more tokens than the model has positions, or a softmax that the codec
@@ -72,7 +76,7 @@ def print_plan(config: GenerateConfig) -> None:
     table = Table(
         title=f"{context} tokens, {weights}, cache {cache_name(config)}; captured step over peer "
         f"memory on H200s, {STREAM_BYTES_PER_S / 1e12:.1f} TB/s, paired at a hit rate of {PREDICTED_HIT_RATE:.2f}; "
-        f"over TCP: two hosts, {LINK_US:.0f} us a message, against one of them alone; a pair that does not pay pauses",
+        f"two hosts: {link_us:g} us a message, against one of them alone; a pair that does not pay pauses",
         caption=_what_speculation_changes(config.speculation.threshold, model.num_layers)
         if rounds is None
         else f"memory with --draft {config.draft}, latency of plain steps",
@@ -86,7 +90,7 @@ def print_plan(config: GenerateConfig) -> None:
             tp_size = world_size // mode.num_groups
             if world_size % mode.num_groups or tp_size not in model.valid_tp_sizes:
                 continue
-            if mode.over_tcp and world_size != 2:
+            if mode.two_hosts and world_size != 2:
                 continue  # not predicted
             if mode.name != "off" and rounds is not None:
                 continue
@@ -94,20 +98,25 @@ def print_plan(config: GenerateConfig) -> None:
                 continue
             if config.kv_cache == "turbo-mixed" and tp_size >= model.num_kv_heads:
                 continue  # a rank would have one KV head; turbo-mixed needs two
-            shard = Shard(0, tp_size, 0, tp_size if mode.over_tcp else world_size)
+            shard = Shard(0, tp_size, 0, tp_size if mode.two_hosts else world_size)
             run_mode = "off" if mode.num_groups == 1 else "paired"
             recalled, keeps = recalled_blocks(config, run_mode), keeps_context(config, run_mode)
-            kept = with_weights(config, model, tp_size, packs)
+            try:
+                kept = with_weights(config, model, tp_size, packs)
+            except UserError:
+                if tp_size == 1:
+                    raise
+                continue  # a rank's inputs do not divide into groups
             plan = plan_memory(
                 kept, shard, dtype, 1, context, config.kv_cache, "cuda", config.kv_protect, recalled, rounds, keeps
             )
             sizes = (plan.weights_bytes, plan.cache_bytes, plan.buffer_bytes)
             fits = sum(sizes) < H200_GIB * GIB
-            step_us = _step_us(mode, kept, world_size, dtype, context, config, alone_us.get(1))
+            step_us = _step_us(mode, kept, world_size, dtype, context, config, alone_us.get(1), link_us)
             if mode.name == "off":
                 alone_us[world_size] = step_us
-            base = 1 if mode.over_tcp else world_size
-            ratio = f"{alone_us[base] / step_us:.2f}x{' of 1' if mode.over_tcp else ''}" if base in alone_us else "-"
+            base = 1 if mode.two_hosts else world_size
+            ratio = f"{alone_us[base] / step_us:.2f}x{' of 1' if mode.two_hosts else ''}" if base in alone_us else "-"
             table.add_row(
                 str(world_size), mode.name, str(tp_size), *(f"{size / GIB:.2f}" for size in sizes),
                 f"{step_us / 1e3:.2f}" if fits else "does not fit",
@@ -124,21 +133,23 @@ def _step_us(
     context: int,
     config: GenerateConfig,
     alone_us: float | None,
+    link_us: float,
 ) -> float:
     """Predicted time of a step.
 
     Args:
         model: with the weights of one rank's group.  alone_us: of one rank, for two hosts.
+        link_us: as for `print_plan`.
     """
     sizes = dtype, context, config.kv_cache, config.kv_protect
     costs = step_costs(model, world_size, mode.num_groups, *sizes)
-    if not mode.over_tcp:
+    if not mode.two_hosts:
         return tp_step_us(costs) if mode.num_groups == 1 else speculative_step_us(costs, mode.hit_rate)
     if mode.num_groups == 1:
-        return linked_tp_step_us(costs, LINK_US)
+        return linked_tp_step_us(costs, link_us)
     assert alone_us is not None
     accepted = list(map(bool, forced_verdicts(model.num_layers, mode.hit_rate)))
-    always_us = linked_step_us(link_costs(model, world_size // mode.num_groups, *sizes), accepted)
+    always_us = linked_step_us(link_costs(model, world_size // mode.num_groups, *sizes, link_us), accepted)
     return min(always_us, alone_us)  # a pair that does not pay pauses
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
+from alspec.kernels.linear.decode_weight import packed_bytes
 from alspec.latency_model import LinkCosts, StepCosts, tp_step_us
 from alspec.models.llama import Shard
 from alspec.models.llama_config import LlamaConfig
-from alspec.models.matrix_formats import matrices_of
+from alspec.models.matrix_formats import kept_format, matrices_of
 from alspec.runtime.cache.codecs import read_bytes
 from alspec.runtime.profiling.stats import step_bytes
 
@@ -26,6 +29,12 @@ ATTENTION_US = 3.4  # decode_attention, 32/8 heads of 128, 1024 tokens: 4.2 to 4
 ALL_REDUCE_US = 0.65
 FIXED_US = 8.0  # outside of the layers; same fit, over shapes of 10 to 80 layers
 LAYER_US = 2.1  # in each layer; same fit
+# Quantised weights; fitted to weights, decode_step: products of so few bytes take longer than these.
+PACKED_LAYER_US = 9.3  # in a layer whose four matrices are packed
+INT4_BYTES_SHARE = 0.17  # of the time of the bytes of INT4 matrices
+# In each layer, of several requests, and of each but the first; by the format of its matrices, None: 16 bits. Fitted to
+# weights, linear (1, 4 and 8 rows) and decode_step (4 requests), and to decode_rounds (8 requests).
+SEVERAL_LAYER_US = {None: (13.0, 0.4), "fp8": (4.5, 1.5), "int4": (0.0, 2.0)}
 PAIR_FIXED_US = 14.4  # decode_parts, fixed: 145.8 minus the time of its bytes and FIXED_US
 HANDOVER_US = 5.4  # decode_parts, layer: 109.9 minus the time of its bytes and LAYER_US
 VERDICT_US = 2.2  # decode_parts: sender 123.0 minus attention 120.9
@@ -62,7 +71,7 @@ def step_costs(
 
     attention_us = cache / config.num_layers / READ_BYTES_PER_S * 1e6 + ATTENTION_US
     fixed_us = microseconds(head) + FIXED_US
-    layer_us = microseconds(layers / config.num_layers) + LAYER_US
+    layer_us = microseconds(layers / config.num_layers) + LAYER_US + _packed_us(config, tp_size)
     if tp_size > 1:
         layer_us += 2 * tp_size * ALL_REDUCE_US
     if num_groups > 1:
@@ -77,6 +86,20 @@ def step_costs(
     )
 
 
+@functools.lru_cache(maxsize=256)
+def _packed_us(config: LlamaConfig, tp_size: int) -> float:
+    """How much longer than the time of its bytes a layer takes because of packed matrices, averaged over the layers."""
+    total, matrices = 0.0, matrices_of(config, tp_size)
+    for layer in range(config.num_layers):
+        for name, matrix in matrices.items():
+            if kept := kept_format(config, tp_size, layer, name):
+                total += PACKED_LAYER_US / len(matrices)
+                if kept.format == "int4":
+                    num_bytes = packed_bytes((matrix.rows, matrix.columns), matrix.stride, *kept)
+                    total += num_bytes / STREAM_BYTES_PER_S * 1e6 * INT4_BYTES_SHARE
+    return total / config.num_layers
+
+
 def step_us(
     config: LlamaConfig, tp_size: int, dtype: torch.dtype, seq_lens: list[int], kv_cache: str, kv_protect: int
 ) -> float:
@@ -86,7 +109,12 @@ def step_us(
     """
     empty_us = tp_step_us(step_costs(config, tp_size, 1, dtype, 0, kv_cache, kv_protect))
     cache = sum(read_bytes(kv_cache, config, tp_size, dtype, length, kv_protect) for length in seq_lens)
-    return empty_us + cache / READ_BYTES_PER_S * 1e6
+    several_us = 0.0
+    if len(seq_lens) > 1:
+        kept = kept_format(config, tp_size, 0, "gate_up")
+        first_us, each_us = SEVERAL_LAYER_US[kept.format if kept else None]
+        several_us = config.num_layers * (first_us + each_us * (len(seq_lens) - 1))
+    return empty_us + several_us + cache / READ_BYTES_PER_S * 1e6
 
 
 def link_costs(

@@ -11,6 +11,8 @@ import pytest
 import torch
 from paths import ROOT
 
+from alspec.config import EngineConfig
+from alspec.errors import UserError
 from alspec.latency_model import StepCosts, linked_step_us, linked_tp_step_us, speculative_step_us, tp_step_us
 from alspec.launch import generate
 from alspec.launch.terminal.plan import PREDICTED_HIT_RATE
@@ -18,9 +20,11 @@ from alspec.models.demo import DEMO_CHECKPOINT
 from alspec.models.llama import Shard
 from alspec.models.llama_config import LlamaConfig
 from alspec.runtime.cache.codecs import cache_bytes
+from alspec.runtime.engine.kept_weights import with_weights
 from alspec.runtime.engine.memory import GIB, plan_memory
 from alspec.runtime.profiling.forced_verdicts import drawn_verdicts, forced_verdicts, read_layer_rates
 from alspec.runtime.profiling.predicted_costs import LINK_US, link_costs, step_costs
+from alspec.runtime.profiling.predicted_costs import step_us as predicted_step_us
 
 PART_NAMES = ("fixed", "layer", "attention", "sender", "receiver")
 STEP_TOLERANCE = 0.10  # for a whole step
@@ -36,6 +40,7 @@ STEPS = [
     and row["case"]["transport"] in (None, "symm")
     and row["case"]["shape"] not in ("half", "slice4", "smollm2")  # folders and files: rows have their names only
 ]
+WEIGHTS = [json.loads(line) for line in (ROOT / "docs" / "results" / "weights.jsonl").read_text().splitlines()]
 LINKED = [json.loads(line) for line in (ROOT / "docs" / "results" / "linked_pair.jsonl").read_text().splitlines()]
 # The commits of the runs that constants come from, and a layer of another shape.
 PARTS = [
@@ -91,6 +96,21 @@ def test_predicted_tensor_parallelism_over_a_link_is_near_the_measured_one(row: 
     costs = predicted(row["case"])
     step_us = linked_tp_step_us(costs, LINK_US) if row["case"]["world"] > 1 else tp_step_us(costs)
     assert step_us == pytest.approx(row["us"]["p50"], rel=STEP_TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "row", [row for row in WEIGHTS if row["bench"] == "decode_step"],
+    ids=lambda row: "-".join(str(row["case"].get(name)) for name in ("shape", "world", "batch", "weights", "lm_head")),
+)  # fmt: skip
+def test_predicted_step_of_quantised_weights_is_near_the_measured_one(row: dict[str, Any]) -> None:
+    case = row["case"]
+    config = EngineConfig(
+        random_weights=case["shape"], weights=case["weights"], lm_head=case.get("lm_head", "auto")
+    )  # fmt: skip
+    model = with_weights(config, LlamaConfig.from_shape(case["shape"]), case["world"], packs=True)
+    lengths = [case["context"]] * case["batch"]
+    found = predicted_step_us(model, case["world"], torch.bfloat16, lengths, case["kv_cache"], 0)
+    assert found == pytest.approx(row["us"]["p50"], rel=STEP_TOLERANCE)
 
 
 @pytest.mark.parametrize("row", PARTS, ids=lambda row: f"{row['case']['shape']}-{row['case']['part']}")
@@ -183,17 +203,48 @@ def test_a_plan_has_the_bytes_and_milliseconds_of_a_rank(capsys: pytest.CaptureF
 
 
 def test_a_plan_compares_two_hosts_with_one(capsys: pytest.CaptureFixture[str]) -> None:
-    """A pair over TCP pauses where it does not pay: with few hits, or in a short context."""
+    """A pair two hosts pauses where it does not pay: with few hits, or in a short context."""
     gains = {}
     for context in ("8k", "128k"):
         assert generate.main(["--random-weights", "llama-3.1-8b", "--max-context", context, "--plan"]) == 0
         cells = [[cell.strip() for cell in line.split("│")] for line in capsys.readouterr().out.splitlines()]
         gains[context] = {row[2]: float(row[-2].removesuffix("x of 1")) for row in cells if "x of 1" in row[-2:][0]}
-    names = ["over TCP, off", *(f"over TCP, paired, {rate} hits" for rate in ("80%", "95%", "100%"))]
+    names = ["two hosts, off", *(f"two hosts, paired, {rate} hits" for rate in ("80%", "95%", "100%"))]
     assert list(gains["8k"]) == list(gains["128k"]) == names
-    assert gains["8k"]["over TCP, off"] < 0.55 < 0.7 < gains["128k"]["over TCP, off"] < 0.85
+    assert gains["8k"]["two hosts, off"] < 0.55 < 0.7 < gains["128k"]["two hosts, off"] < 0.85
     assert [gains["8k"][name] for name in names[1:]] == [1.0, 1.0, 1.0]
     assert gains["128k"][names[1]] == 1.0 < gains["128k"][names[2]] < gains["128k"][names[3]]
+
+
+def test_a_plan_takes_the_time_of_a_message(capsys: pytest.CaptureFixture[str]) -> None:
+    """A pair over a fast link pays with fewer hits; over one whose 33 messages take longer than a step, never."""
+    gains = []
+    for link_us in ("15", "400"):
+        flags = ["--random-weights", "llama-3.1-8b", "--max-context", "128k", "--plan", "--link-us", link_us]
+        assert generate.main(flags) == 0
+        shown = capsys.readouterr().out
+        assert f"{link_us} us a message" in " ".join(shown.split())
+        gains.append([float(cell.split("x")[0]) for cell in shown.split("│") if "x of 1" in cell])
+    assert all(near > far for near, far in zip(gains[0], gains[1], strict=True))
+    assert gains[0][1] > 1.1
+    assert gains[1][1:] == [1.0, 1.0, 1.0]
+    for wrong in (["--link-us", "9"], ["--plan", "--link-us", "-1"], ["--plan", "--link-us", "nan"]):
+        assert generate.main(["--random-weights", "llama-3.1-8b", *wrong]) == 2
+        assert "--link-us: expected a number of microseconds" in capsys.readouterr().err
+
+
+def test_a_plan_leaves_out_ranks_whose_inputs_do_not_divide_into_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    """Eight ranks of the bundled model have 112 inputs each of one matrix."""
+    assert generate.main(["--weights", "int4", "--plan"]) == 0
+    rows = [line.strip("│| ").replace("│", " ").split()[:3] for line in capsys.readouterr().out.splitlines()]
+    found = {row[2] for row in rows if len(row) == 3 and row[0].isdigit()}
+    assert {"1", "2", "4"} <= found
+    assert "8" not in found
+    config = EngineConfig(weights="int4")
+    with pytest.raises(
+        UserError, match=r"each of 8 ranks has 112 of down; valid sizes of one group: 1, 2, 4; or use fp8"
+    ):
+        with_weights(config, LlamaConfig.from_folder(DEMO_CHECKPOINT), 8, packs=True)
 
 
 def test_a_plan_lists_caches_that_ranks_can_have(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
