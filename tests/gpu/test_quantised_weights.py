@@ -72,10 +72,10 @@ def test_steps_agree_with_prompts(weights: str, settings: dict[str, Any]) -> Non
         assert agree >= 13
 
 
-def run_job(runs: list[dict[str, Any]], num_ranks: int, folder: Path) -> dict[str, list[dict[str, Any]]]:
+def run_job(
+    runs: list[dict[str, Any]], num_ranks: int, folder: Path, batches: list[list[list[int]]]
+) -> dict[str, list[dict[str, Any]]]:
     """What the engines of a job give, by the run's name."""
-    ids = licence_ids()
-    batches = [[ids[start : start + length]] for length, start in PROMPTS.items()]
     shared = {"thresholds": ["0.1"], "sampled": False, "long": False}
     cases = {"runs": [run | shared for run in runs], "batches": batches, "max_new_tokens": NEW_TOKENS}
     files = [str(folder / f"{num_ranks}.{kind}") for kind in ("json", "out")]
@@ -98,13 +98,35 @@ def test_pairs_give_the_tokens_of_simulated(tmp_path: Path) -> None:
         options = {"dtype": "bf16", "weights": weights, "transport": transport, "cuda_graph": "auto"}
         return {"name": name, "engine": {"speculation": speculation} | options}
 
-    formats = ("fp8", "int4")
-    one = run_job([run(weights, "simulated", weights, "auto") for weights in formats], 1, tmp_path)
+    formats, ids = ("fp8", "int4"), licence_ids()
+    batches = [[ids[start : start + length]] for length, start in PROMPTS.items()]
+    one = run_job([run(weights, "simulated", weights, "auto") for weights in formats], 1, tmp_path, batches)
     pairs = {f"{weights} {transport}": (weights, transport) for weights in formats for transport in ("symm", "nccl")}
-    two = run_job([run(name, "paired", *case) for name, case in pairs.items()], 2, tmp_path)
+    two = run_job([run(name, "paired", *case) for name, case in pairs.items()], 2, tmp_path, batches)
     for name, (weights, transport) in pairs.items():
         for found, expected in zip(two[name], one[weights], strict=True):
             assert found["transport"] == transport
             assert found["tokens"] == expected["tokens"], name
             assert found["hits"] == expected["hits"], name
         assert {hit for row in two[name] for step in row["hits"] for layer in step for hit in layer} == {0, 1}
+
+
+@pytest.mark.multi_gpu
+@needs(2)
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", ["fp8-channel", "fp8-block", "int4-zeros", "gptq"])
+def test_two_ranks_give_the_tokens_of_transformers(name: str, tmp_path: Path) -> None:
+    """Each rank keeps its slices packed."""
+    reference = save_quantised(tmp_path / "model", name)
+    shared = {"model": str(tmp_path / "model"), "speculation": {"mode": "off"}, "dtype": "bf16", "cuda_graph": "on"}
+    runs = [{"name": transport, "engine": shared | {"transport": transport}} for transport in ("symm", "nccl")]
+    batches = [prompts(1), prompts(3)]
+    for transport, rows in run_job(runs, 2, tmp_path, batches).items():
+        compared = 0
+        for batch, row in zip(batches, rows, strict=True):
+            assert row["transport"] == transport
+            for ids, tokens in zip(batch, row["tokens"], strict=True):
+                pairs = clear_tokens(reference, ids, tokens)
+                assert [found for found, _ in pairs] == [expected for _, expected in pairs]
+                compared += len(pairs)
+        assert compared > 20
