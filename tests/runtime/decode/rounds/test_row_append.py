@@ -103,7 +103,7 @@ def test_a_second_turn_is_appended(
             if ours.dtype == torch.float32:
                 torch.testing.assert_close(ours, right, rtol=1e-4, atol=1e-5)
             else:
-                assert (ours != right).float().mean() < 0.001  # attention sums up in another order, which moves a code
+                assert (ours != right).float().mean() < 0.002  # attention sums up in another order, which moves a code
 
 
 @pytest.mark.parametrize("codec", fast(["bf16", "turbo4", "hybrid-k4v2"], keep=[]))
