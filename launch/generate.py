@@ -101,7 +101,8 @@ def _load(config: GenerateConfig, engine: Engine, status: StatusLine) -> tuple[G
     max_context = engine.check_prompts(rows, config.max_new_tokens)
     is_first = engine.placement.rank == 0
     if is_first:
-        notify([*([notice] if notice else []), *_without_effect(config, prompts.is_batch or config.n > 1, engine.mode)])
+        without_effect = _without_effect(config, prompts.is_batch or config.n > 1, engine.mode)
+        notify([*prompts.notices, *([notice] if notice else []), *without_effect])
     status.show("loading weights")
     engine.load(len(rows), max_context)
     status.clear()

@@ -20,6 +20,7 @@ __all__ = ["GivenPrompts", "from_first_rank", "read_prompts", "read_text_ids"]
 
 _T = TypeVar("_T")
 _KINDS = ("prompt", "prompt_ids", "messages")  # keys of a line of a batch file: exactly one of them
+_SYSTEM_ROLES = ("system", "developer")  # OpenAI's name for its newer models
 _WRITTEN = ("request", "text", "finish_reason", "token_ids")  # keys of what is written for each request
 _EXPECTED = (
     'expected {"prompt": "..."}, {"prompt_ids": [1, 2, 3]} or {"messages": [{"role": "user", "content": "..."}]}'
@@ -33,6 +34,7 @@ class GivenPrompts:
     ids: list[list[int]]  # token ids of each request
     extras: list[dict[str, Any]]  # of each request: what else its line of the batch file holds, such as an id
     is_batch: bool  # they come from a batch file
+    notices: list[str] = field(default_factory=list)  # what a user may not expect
 
 
 def read_prompts(config: GenerateConfig, engine: Engine) -> GivenPrompts:
@@ -42,17 +44,18 @@ def read_prompts(config: GenerateConfig, engine: Engine) -> GivenPrompts:
         UserError: no usable prompt, or an output file that cannot be written; raised on every rank.
     """
 
-    def read() -> list[tuple[list[int], dict[str, Any]]]:
+    def read() -> tuple[list[tuple[list[int], dict[str, Any]]], list[str]]:
         check_writable("json", config.json_file)
         check_writable("trace", config.trace)
-        return [(_encode(line, config, engine), line.extra) for line in _read(config)]
+        prompts = _read(config)
+        return [(_encode(line, config, engine), line.extra) for line in prompts], _notices(prompts, config)
 
-    found = from_first_rank(engine, read)
+    found, notices = from_first_rank(engine, read)
     is_batch = config.prompt_file is not None and _is_batch(config.prompt_file)
     for name, is_written in (("answer", config.n > 1), ("logprobs", config.logprobs is not None)):
         if is_written and any(name in extra for _, extra in found):
             raise UserError(f"{config.prompt_file}: key {name!r} is one that is written with each answer; rename it")
-    return GivenPrompts([ids for ids, _ in found], [extra for _, extra in found], is_batch)
+    return GivenPrompts([ids for ids, _ in found], [extra for _, extra in found], is_batch, notices)
 
 
 def read_text_ids(path: Path, engine: Engine) -> list[int]:
@@ -101,6 +104,18 @@ class _Prompt:
     where: str = "prompt"
     tools: list[dict[str, Any]] | None = None
     extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def has_system(self) -> bool:
+        """Whether its messages say what the system message is."""
+        return any(message["role"] in _SYSTEM_ROLES for message in self.messages or ())
+
+
+def _notices(prompts: list[_Prompt], config: GenerateConfig) -> list[str]:
+    own = sum(prompt.has_system for prompt in prompts)
+    if config.system is None or own == 0:
+        return []
+    return [f"--system: {own} of {len(prompts)} requests have a system message of their own, which they keep"]
 
 
 def _read(config: GenerateConfig) -> list[_Prompt]:
@@ -211,16 +226,16 @@ def _encode(prompt: _Prompt, config: GenerateConfig, engine: Engine) -> list[int
         return prompt.ids
     tokenizer = engine.text_tokenizer("use --prompt-ids or prompt_ids in a JSONL file")
     limit = engine.max_total_tokens
+    # Check here: the error can name the flag.
+    system = [] if config.system is None else [{"role": "system", "content": check_utf8(config.system, "--system")}]
     if prompt.messages is not None:
         try:
-            return tokenizer.encode_chat(prompt.messages, limit, tools=prompt.tools)
+            messages = prompt.messages if prompt.has_system else [*system, *prompt.messages]
+            return tokenizer.encode_chat(messages, limit, tools=prompt.tools)
         except UserError as error:
             raise UserError(f"{prompt.where}: {error}") from None
     assert prompt.text is not None
     if not config.chat:
         return tokenizer.encode(prompt.text, max_total_tokens=limit, where=prompt.where)
-    # Check here: the error can name the flag and the position in its text.
-    messages = [{"role": "user", "content": check_utf8(prompt.text, prompt.where)}]
-    if config.system is not None:
-        messages.insert(0, {"role": "system", "content": check_utf8(config.system, "--system")})
+    messages = [*system, {"role": "user", "content": check_utf8(prompt.text, prompt.where)}]
     return tokenizer.encode_chat(messages, max_total_tokens=limit)

@@ -83,6 +83,29 @@ def test_chat_and_system(generate_json: Callable[..., Any], checkpoint: Path) ->
     assert prompt_text("--prompt", "hi", "--chat", "--system", "be brief") == expected
 
 
+def test_the_system_message_of_a_flag_is_for_messages_without_one(
+    run: Run, generate_json: Callable[..., Any], checkpoint: Path, tmp_path: Path
+) -> None:
+    user = {"role": "user", "content": "hi"}
+    own = [{"role": "system", "content": "be kind"}, user]
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in [{"messages": [user]}, {"messages": own}]))
+    flags = ("--prompt-file", path, "--chat", "--system", "be brief", *SMALL)
+    found = generate_json(*flags)["requests"]
+    expected = [
+        generate_json("--prompt", "hi", "--chat", "--system", system, *SMALL)["requests"][0]["prompt_ids"]
+        for system in ("be brief", "be kind")
+    ]
+    assert [request["prompt_ids"] for request in found] == expected
+    model = ("--model", checkpoint, "--transport", "gloo")
+    notice = "alspec: --system: 1 of 2 requests have a system message of their own, which they keep\n"
+    assert notice in run(*model, *flags)[2]
+    path.write_text(json.dumps({"messages": [user]}))
+    assert "--system" not in run(*model, *flags)[2]
+    path.write_text(json.dumps({"messages": [{"role": "developer", "content": "be kind"}, user]}))
+    assert "--system: 1 of 1 requests" in run(*model, *flags)[2]
+
+
 def test_messages_and_other_keys_of_a_batch(
     generate_text: GenerateText, generate_json: Callable[..., Any], tmp_path: Path
 ) -> None:
