@@ -18,7 +18,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from alspec.errors import UserError, show
 from alspec.models.checkpoint.files import absent, foreign_content, is_there
 
-__all__ = ["find_template", "render_chat"]
+__all__ = ["find_template", "render_chat", "with_text_contents"]
 
 _TEMPLATE_FILE = "chat_template.jinja"
 _TOOLS_FILE = "additional_chat_templates/tool_use.jinja"
@@ -89,6 +89,34 @@ def find_template(folder: Path, tokenizer_config: dict[str, Any], has_tools: boo
             f"found {show(template)}; correct it"
         )
     return template
+
+
+def with_text_contents(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages whose contents are texts: the text parts of a list, as in OpenAI's API, are joined by a line feed.
+
+    Templates of text models expect a text. vLLM joins parts in the same way.
+
+    Raises:
+        UserError: a part that is no text; names its type.
+    """
+    return [
+        message | {"content": "\n".join(_text_of(part, index) for part in message["content"])}
+        if isinstance(message.get("content"), list)
+        else message
+        for index, message in enumerate(messages)
+    ]
+
+
+def _text_of(part: Any, index: int) -> str:
+    """The text of one part of the content of message `index`."""
+    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        text: str = part["text"]
+        return text
+    kind = part.get("type", part) if isinstance(part, dict) else part
+    raise UserError(
+        f'messages[{index}]: content: expected parts {{"type": "text", "text": "..."}}, found '
+        f"{'a text part without a text' if kind == 'text' else show(kind)}; the model reads text alone"
+    )
 
 
 def _raise_exception(message: str) -> NoReturn:

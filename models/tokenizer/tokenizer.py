@@ -15,7 +15,7 @@ import tokenizers
 from alspec.errors import UserError, show
 from alspec.models.checkpoint.files import absent, check_utf8, foreign_content
 from alspec.models.llama_config import LlamaConfig
-from alspec.models.tokenizer.chat_template import find_template, render_chat
+from alspec.models.tokenizer.chat_template import find_template, render_chat, with_text_contents
 from alspec.models.tokenizer.tokenizer_config import add_tokens, naming_file, read_tokenizer_config, special_tokens
 
 __all__ = ["Prompt", "StreamDecoder", "Tokenizer", "encode_prompts", "prompts_of", "spelled", "token_ids"]
@@ -210,12 +210,14 @@ class Tokenizer:
         """The text of `messages`, as the template of the checkpoint writes it.
 
         Args:
-            messages: dicts with `role` and `content`, and whatever else the template reads.
+            messages: dicts with `role` and `content`, and whatever else the template reads. A content may be a list of
+                text parts; see `with_text_contents`.
             tools: functions that the model may call, as JSON schemas.
             add_generation_prompt: end with the beginning of the assistant's answer.
             variables: others that the template reads, such as `enable_thinking`.
         Raises:
-            UserError: the folder has no usable chat template; see `find_template`, `render_chat`.
+            UserError: the folder has no usable chat template; see `find_template`, `render_chat`. A part of a content
+                that is no text.
         """
         template = find_template(self._folder, self._settings, has_tools=tools is not None)
         if template is None:
@@ -224,7 +226,8 @@ class Tokenizer:
                 "tokenizer_config.json, found none; leave out --chat or use an instruction-tuned model"
             )
         names = self._special_tokens | (variables or {})
-        return render_chat(template, messages, names, str(self._folder), tools, add_generation_prompt)
+        texts = with_text_contents(messages)
+        return render_chat(template, texts, names, str(self._folder), tools, add_generation_prompt)
 
     def encode_chat(
         self,

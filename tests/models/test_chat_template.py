@@ -130,6 +130,36 @@ def test_tojson_does_not_escape() -> None:
     assert render("{{ messages[0] | tojson(indent=2) }}", [{"a": 1}]) == '{\n  "a": 1\n}'
 
 
+def test_text_parts_of_a_content_are_one_text(single_folder: Path) -> None:
+    tokenizer = Tokenizer.from_folder(single_folder, LlamaConfig.from_folder(single_folder))
+    parts = [{"type": "text", "text": "Hi"}, {"type": "text", "text": "there"}]
+    for content, expected in ((parts, "Hi\nthere"), (parts[:1], "Hi"), ([], "")):
+        messages: list[dict[str, Any]] = [{"role": "user", "content": content}]
+        expected_ids = tokenizer.encode_chat([{"role": "user", "content": expected}])
+        assert tokenizer.encode_chat(messages) == expected_ids
+        assert messages[0]["content"] is content
+
+
+@pytest.mark.parametrize(
+    ("part", "found"),
+    [
+        ({"type": "image_url", "image_url": {"url": "a.png"}}, "'image_url'"),
+        ({"type": "text"}, "a text part without a text"),
+        ({"type": "text", "text": 7}, "a text part without a text"),
+        ({"type": 7}, "7"),
+        ("Hi", "'Hi'"),
+    ],
+)
+def test_other_parts_of_a_content_are_refused_by_name(part: Any, found: str, single_folder: Path) -> None:
+    tokenizer = Tokenizer.from_folder(single_folder, LlamaConfig.from_folder(single_folder))
+    with pytest.raises(UserError) as caught:
+        tokenizer.encode_chat([*USER_ONLY, {"role": "user", "content": [{"type": "text", "text": "a"}, part]}])
+    assert str(caught.value) == (
+        f'messages[1]: content: expected parts {{"type": "text", "text": "..."}}, found {found}; the model reads text '
+        "alone"
+    )
+
+
 def test_blocks_are_trimmed_and_loops_can_be_left() -> None:
     template = (
         "{% for m in messages %}\n  {% if loop.index > 1 %}\n    {% break %}\n  {% endif %}\n{{ m.role }}\n{% endfor %}"

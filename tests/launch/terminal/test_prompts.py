@@ -106,6 +106,23 @@ def test_the_system_message_of_a_flag_is_for_messages_without_one(
     assert "--system: 1 of 1 requests" in run(*model, *flags)[2]
 
 
+def test_contents_of_messages_may_be_text_parts(
+    run: Run, generate_json: Callable[..., Any], checkpoint: Path, tmp_path: Path
+) -> None:
+    """As in OpenAI's API; another part is refused with the number of its line."""
+    path, text = tmp_path / "prompts.jsonl", {"type": "text", "text": "hi"}
+    path.write_text(json.dumps({"messages": [{"role": "user", "content": [text]}]}) + "\n")
+    (found,) = generate_json("--prompt-file", path, *SMALL)["requests"]
+    assert found == generate_json("--prompt", "hi", "--chat", *SMALL)["requests"][0]
+    line = {"messages": [{"role": "user", "content": [text, {"type": "image_url"}]}]}
+    path.write_text(f'{{"prompt": "a"}}\n{json.dumps(line)}\n')
+    code, _, err = run("--model", checkpoint, "--transport", "gloo", "--prompt-file", path)
+    assert code == 2
+    assert err.startswith(f"alspec: exit 2: prompt_file: {path}:2: messages[0]: content: expected parts ")
+    assert "found 'image_url'" in err
+    assert err.count("\n") == 1
+
+
 def test_messages_and_other_keys_of_a_batch(
     generate_text: GenerateText, generate_json: Callable[..., Any], tmp_path: Path
 ) -> None:
