@@ -21,7 +21,9 @@ __all__ = ["GivenPrompts", "from_first_rank", "read_prompts", "read_text_ids"]
 _T = TypeVar("_T")
 _KINDS = ("prompt", "prompt_ids", "messages")  # keys of a line of a batch file: exactly one of them
 _SYSTEM_ROLES = ("system", "developer")  # OpenAI's name for its newer models
-_WRITTEN = ("request", "text", "finish_reason", "token_ids")  # keys of what is written for each request
+# Keys of what is written for each request, whatever the flags: results of all runs then have the same keys.
+_WRITTEN = ("request", "answer", "text", "finish_reason", "token_ids", "logprobs", "drafted")
+_EXTRA = "extra"
 _EXPECTED = (
     'expected {"prompt": "..."}, {"prompt_ids": [1, 2, 3]} or {"messages": [{"role": "user", "content": "..."}]}'
 )
@@ -52,9 +54,6 @@ def read_prompts(config: GenerateConfig, engine: Engine) -> GivenPrompts:
 
     found, notices = from_first_rank(engine, read)
     is_batch = config.prompt_file is not None and _is_batch(config.prompt_file)
-    for name, is_written in (("answer", config.n > 1), ("logprobs", config.logprobs is not None)):
-        if is_written and any(name in extra for _, extra in found):
-            raise UserError(f"{config.prompt_file}: key {name!r} is one that is written with each answer; rename it")
     return GivenPrompts([ids for ids, _ in found], [extra for _, extra in found], is_batch, notices)
 
 
@@ -200,11 +199,18 @@ def _read_line(line: str, where: str) -> _Prompt:
     tools = value.pop("tools", None) if kinds == ["messages"] else None
     if tools is not None and not _are_dicts(tools):
         raise UserError(f"{where}: tools: expected a list of JSON schemas, found {show(tools)}")
-    taken = next((name for name in value if name in _WRITTEN), None)
-    if taken is not None:
-        raise UserError(f"{where}: key {taken!r} is one that is written with each answer; give it another name")
     fields = {"prompt": "text", "prompt_ids": "ids", "messages": "messages"}
-    return _Prompt(**{fields[kinds[0]]: content}, where=where, tools=tools, extra=value)
+    return _Prompt(**{fields[kinds[0]]: content}, where=where, tools=tools, extra=_beside_answer(value))
+
+
+def _beside_answer(others: dict[str, Any]) -> dict[str, Any]:
+    """The other keys of a line, as they are written with its answer: those that an answer has lie under `extra`."""
+    taken = [name for name in others if name in _WRITTEN]
+    if not taken:
+        return others
+    taken += [_EXTRA] if _EXTRA in others else []
+    rest = {name: value for name, value in others.items() if name not in taken}
+    return rest | {_EXTRA: {name: others[name] for name in taken}}
 
 
 def _is_prompt(kind: str, content: Any) -> bool:
@@ -222,7 +228,8 @@ def _are_dicts(value: Any) -> bool:
 def _encode(prompt: _Prompt, config: GenerateConfig, engine: Engine) -> list[int]:
     if prompt.ids is not None:
         if config.chat:
-            raise UserError("chat needs a text prompt: prompt_ids are used as they are")
+            where = "" if prompt.where == "prompt" else f"{prompt.where}: "
+            raise UserError(f"{where}chat needs a text prompt: prompt_ids are used as they are")
         return prompt.ids
     tokenizer = engine.text_tokenizer("use --prompt-ids or prompt_ids in a JSONL file")
     limit = engine.max_total_tokens

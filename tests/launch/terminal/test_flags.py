@@ -250,10 +250,9 @@ def test_bad_jsonl_line(line: str, refused: Refused, checkpoint: Path, tmp_path:
     [
         (r'{"prompt": "a\ud800"}', "expected UTF-8 text, found '\\ud800' at character 1; "),
         (f'{{"prompt_ids": [{"1" * 5000}]}}', "an integer of that size is no token id; "),
-        ('{"prompt": "a", "text": "b"}', "key 'text' is one that is written with each answer; "),
         ('{"messages": [{"role": "user", "content": "a"}], "tools": {}}', "tools: expected a list of JSON schemas, "),
     ],
-    ids=["surrogate", "digits", "text", "tools"],
+    ids=["surrogate", "digits", "tools"],
 )
 def test_value_that_is_not_a_prompt(line: str, fault: str, refused: Refused, checkpoint: Path, tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"

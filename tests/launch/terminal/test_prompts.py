@@ -150,6 +150,33 @@ def test_messages_and_other_keys_of_a_batch(
     ]
 
 
+def test_other_keys_that_an_answer_has_lie_under_extra(
+    generate_text: GenerateText, generate_json: Callable[..., Any], tmp_path: Path
+) -> None:
+    """As in data sets with questions and answers; with every flag, so that runs can be compared."""
+    path = tmp_path / "prompts.jsonl"
+    lines: list[dict[str, Any]] = [
+        {"id": 1, "prompt": "a", "text": "b", "answer": "4", "logprobs": None},
+        {"prompt": "a", "extra": 3, "id": 2},
+        {"prompt": "a", "extra": 3, "drafted": True, "id": 3},
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    expected: list[dict[str, Any]] = [
+        {"id": 1, "extra": {"text": "b", "answer": "4", "logprobs": None}},
+        {"id": 2, "extra": 3},
+        {"id": 3, "extra": {"drafted": True, "extra": 3}},
+    ]
+    for flags in ((), ("--answers", 2, "--logprobs", 1, "--temperature", 1), ("--draft", "ngram")):
+        printed = [json.loads(line) for line in generate_text("--prompt-file", path, *SMALL, *flags).splitlines()]
+        requests = generate_json("--prompt-file", path, *SMALL, *flags)["requests"]
+        assert len(printed) == len(requests) == (6 if "--answers" in flags else 3)
+        for index, (line, request) in enumerate(zip(printed, requests, strict=True)):
+            extra = expected[index * 3 // len(printed)]
+            assert extra.items() <= line.items()
+            assert extra.items() <= request.items()
+            assert line["text"] == request["text"] != "b"
+
+
 def test_tools_of_a_batch_reach_the_template(make_checkpoint: Callable[..., Path], run: Run, tmp_path: Path) -> None:
     folder = make_checkpoint(chat_template="{{ messages[0].content }}{% if tools %}{{ tools[0].name }}{% endif %}")
     (tmp_path / "prompts.jsonl").write_text(
@@ -162,6 +189,14 @@ def test_tools_of_a_batch_reach_the_template(make_checkpoint: Callable[..., Path
     assert engine.tokenizer is not None
     assert engine.tokenizer.decode(request["prompt_ids"]) == "aclock"
     assert "tools" not in request
+
+
+def test_ids_that_a_chat_cannot_use_name_their_line(run: Run, checkpoint: Path, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "a"}\n{"prompt_ids": [1]}\n')
+    code, _, err = run("--model", checkpoint, "--transport", "gloo", "--prompt-file", path, "--chat")
+    assert code == 2
+    assert err.startswith(f"alspec: exit 2: prompt_file: {path}:2: chat needs a text prompt: ")
 
 
 def test_a_template_that_refuses_messages_names_the_line(
