@@ -55,6 +55,7 @@ class Tokenizer:
         self.eos_token_ids = config.eos_token_ids
         self.bos_token_id = self._bos_token_id(config)
         self._begin_ids = self._find_begin_ids(settings)  # ids that a text begins with
+        self._token_texts: dict[int, str] = {}  # of `token_text`, which log probabilities ask for again and again
         self._special_ids = {id_ for id_, token in core.get_added_tokens_decoder().items() if token.special}
 
     @classmethod
@@ -189,6 +190,25 @@ class Tokenizer:
         if (wrong := next((token_id for token_id in ids if not 0 <= token_id < self._vocab_size), None)) is not None:
             raise UserError(f"token ids: expected 0 .. {self._vocab_size - 1}, found {wrong}")
         return str(self._core.decode(ids, skip_special_tokens=True))
+
+    def token_text(self, token_id: int) -> str:
+        """Text of one token inside a text: with its leading space, and special tokens as they are spelled.
+
+        Bytes that are not UTF-8 become U+FFFD, such as those of a token that is a part of a character. An id that the
+        tokenizer lacks has no text.
+        """
+        if (text := self._token_texts.get(token_id)) is None:
+            text = self._token_texts[token_id] = self._text_of_token(token_id)
+        return text
+
+    def _text_of_token(self, token_id: int) -> str:
+        name = self._core.id_to_token(token_id)
+        if name is None or token_id in self._special_ids:
+            return name or ""
+        # Behind another token, because decoders of sentencepiece drop the space that a text begins with.
+        before = self._core.encode("a", add_special_tokens=False).ids
+        text = str(self._core.decode([*before, token_id], skip_special_tokens=False))
+        return text[len(self._core.decode(before, skip_special_tokens=False)) :]
 
     @property
     def chat_template(self) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
@@ -62,6 +62,9 @@ class TokenLogprobs:
 
     logprob: float  # of the generated token
     top: list[tuple[int, float]]  # token id and log probability of the most likely tokens, the most likely one first
+    # Texts of the generated token and of those in `top`, see `Tokenizer.token_text`; None without a tokenizer.
+    text: str | None = None
+    top_texts: list[str] | None = None
 
 
 @dataclass(frozen=True)
@@ -100,8 +103,14 @@ class Request:
         sampling: SamplingConfig,
         eos_token_ids: Iterable[int],
         stop_token_ids: Iterable[int] = (),
+        token_text: Callable[[int], str] | None = None,
     ) -> None:
-        """`stop_token_ids`: stop ids, and ids of those stop texts that are special tokens."""
+        """Begin with the prompt.
+
+        Args:
+            stop_token_ids: stop ids, and ids of those stop texts that are special tokens.
+            token_text: the text of a token, for log probabilities; None without a tokenizer.
+        """
         self.prompt_ids = prompt_ids
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] | None = None if sampling.logprobs is None else []
@@ -109,7 +118,7 @@ class Request:
         self.drafted: list[bool] = []  # which tokens behind the first were drafts; empty if nothing is drafted
         self.text = ""
         self.finish_reason: str | None = None
-        self._decoder = decoder
+        self._decoder, self._token_text = decoder, token_text
         self._sampling = sampling
         self._eos = frozenset() if sampling.ignore_eos else frozenset(eos_token_ids)
         self._stop_ids = frozenset(stop_token_ids)
@@ -146,6 +155,18 @@ class Request:
         text = self._release()
         self.text += text
         return text
+
+    def add_logprobs(self, logprobs: Logprobs, row: int) -> TokenLogprobs:
+        """Add those of the newest token, which lie in this row; returns them."""
+        logprob, *values = logprobs.values[row].tolist()
+        token_id, *ids = logprobs.token_ids[row].tolist()
+        top = list(zip(ids, values, strict=True))
+        found = TokenLogprobs(logprob, top)
+        if self._token_text is not None:
+            found = TokenLogprobs(logprob, top, self._token_text(token_id), list(map(self._token_text, ids)))
+        assert self.logprobs is not None
+        self.logprobs.append(found)
+        return found
 
     def _release(self) -> str:
         """Cut at the earliest stop text; while generating, hold back an end that may become one."""
@@ -228,8 +249,7 @@ class Generation:
                     request.hit_rates.append(hit_rate)
                 text, own, is_draft = request.push(token_id), None, None
                 if logprobs is not None and request.logprobs is not None:
-                    own = _token_logprobs(logprobs, row + place)
-                    request.logprobs.append(own)
+                    own = request.add_logprobs(logprobs, row + place)
                 if drafts is not None:
                     is_draft = place < len(ids) - 1
                     request.drafted.append(is_draft)
@@ -261,11 +281,6 @@ class Generation:
             )
             for each in self.requests
         ]
-
-
-def _token_logprobs(logprobs: Logprobs, row: int) -> TokenLogprobs:
-    logprob, *top = logprobs.values[row].tolist()
-    return TokenLogprobs(logprob, list(zip(logprobs.token_ids[row, 1:].tolist(), top, strict=True)))
 
 
 def max_total_tokens(config: EngineConfig, model: LlamaConfig) -> int:
@@ -301,7 +316,7 @@ def requests_of(
         return [Request(ids, IdDecoder(), sampling, model.eos_token_ids, stop_ids) for ids in prompts]
     eos, decoder = tokenizer.eos_token_ids, tokenizer.stream_decoder
     stop_ids += [each for each in map(tokenizer.special_token_id, sampling.stop) if each is not None]
-    return [Request(ids, decoder(ids), sampling, eos, stop_ids) for ids in prompts]
+    return [Request(ids, decoder(ids), sampling, eos, stop_ids, tokenizer.token_text) for ids in prompts]
 
 
 def rows_of(prompts: list[list[int]], n: int) -> list[list[int]]:

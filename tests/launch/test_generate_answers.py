@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 
 Run = Callable[..., tuple[int, str, str]]
 SAMPLED = ("--max-new-tokens", 8, "--ignore-eos", "--temperature", 1.5, "--seed", 3)
@@ -35,12 +36,16 @@ def test_several_answers_are_lines_of_json(
     assert [json.loads(line) for line in single] == lines[:2]
 
 
-def test_log_probabilities_are_written(generate_json: Callable[..., Any]) -> None:
+def test_log_probabilities_are_written(generate_json: Callable[..., Any], checkpoint: Path) -> None:
+    core = tokenizers.Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    texts = [core.decode([token], skip_special_tokens=False) for token in range(100)]
     found = generate_json("--prompt", "The old", *SAMPLED, "--logprobs", 3)
     (request,) = found["requests"]
     assert len(request["logprobs"]) == len(request["token_ids"]) == 8
     for token, each in zip(request["token_ids"], request["logprobs"], strict=True):
-        assert list(each) == ["logprob", "top"]
+        assert list(each) == ["logprob", "top", "text", "top_texts"]
+        assert each["text"] == texts[token]
+        assert each["top_texts"] == [texts[other] for other, _ in each["top"]]
         top = dict(each["top"])
         values = list(top.values())
         assert len(values) == 3

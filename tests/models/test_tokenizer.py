@@ -457,3 +457,18 @@ def test_a_text_after_a_special_token_is_a_new_text(metaspace: Tokenizer) -> Non
     prompt, (*_, token_id) = [*metaspace.encode("he"), metaspace.eos_token_ids[0]], metaspace.encode("he the")
     assert metaspace.stream_decoder(prompt).push(token_id) == "the"
     assert metaspace.stream_decoder(prompt[:-1]).push(token_id) == " the"
+
+
+def test_the_text_of_one_token(metaspace: Tokenizer, old_metaspace: Tokenizer, byte_level: Tokenizer) -> None:
+    """As it is inside a text: with its space. The texts of the tokens of an ASCII text join to that text."""
+    for tokenizer in (metaspace, old_metaspace):
+        names = ["\u2581the", "he", "\u2581\u2581", "</s>", "<unk>"]
+        texts = [tokenizer.token_text(tokenizer.core.token_to_id(name)) for name in names]
+        assert texts == [" the", "he", "  ", "</s>", "<unk>"]
+    assert metaspace.token_text(metaspace.core.token_to_id("<0xC3>")) == "\N{REPLACEMENT CHARACTER}"
+    ids = byte_level.encode("the cat\n sat", add_bos=False)
+    assert "".join(map(byte_level.token_text, ids)) == "the cat\n sat"
+    assert byte_level.token_text(BOS) == "<|begin|>"
+    assert byte_level.token_text(byte_level.encode("\u4e16", add_bos=False)[0]).startswith("\ufffd")
+    assert byte_level.token_text(399) == "", "a row of the embedding without a token"
+    assert byte_level.token_text(BOS) == "<|begin|>", "also a second time"

@@ -131,6 +131,8 @@ def test_log_probabilities_are_those_of_the_model(engine: Engine, reference: Lla
         torch.testing.assert_close(chosen, wanted, rtol=1e-4, atol=1e-4)
         for each, row in zip(completion.logprobs, expected, strict=True):
             values, top = row.topk(num_top)
+            assert engine.tokenizer is not None
+            assert each.top_texts == list(map(engine.tokenizer.token_text, top.tolist()))
             assert [token for token, _ in each.top] == top.tolist()
             torch.testing.assert_close(torch.tensor([value for _, value in each.top]), values, rtol=1e-4, atol=1e-4)
     assert answers(engine, PROMPT, max_new_tokens=2)[0].logprobs is None

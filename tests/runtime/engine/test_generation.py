@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alspec.config import SamplingConfig
-from alspec.runtime.engine.generation import Generation, IdDecoder, Request
+from alspec.kernels.sampling.logprobs import Logprobs
+from alspec.runtime.engine.generation import Generation, IdDecoder, Request, TokenLogprobs
 
 EOS = 0
 
@@ -208,6 +209,15 @@ def test_ids_are_printed_as_numbers() -> None:
     request = Request([1], IdDecoder(), SamplingConfig(max_new_tokens=2), [])
     assert [request.push(17), request.push(4)] == ["17 ", "4 "]
     assert request.text == "17 4 "
+
+
+def test_log_probabilities_have_texts_if_there_is_a_tokenizer() -> None:
+    found = Logprobs(torch.tensor([[3, 4], [7, 8]]), torch.tensor([[-1.0, -0.5], [-2.0, -0.25]]))
+    for token_text, texts in ((None, (None, None)), (lambda id_: f"<{id_}>", ("<7>", ["<8>"]))):
+        request = Request([1], IdDecoder(), SamplingConfig(logprobs=1), [], token_text=token_text)
+        expected = TokenLogprobs(-2.0, [(8, -0.25)], *texts)
+        assert request.add_logprobs(found, 1) == expected
+        assert request.logprobs == [expected]
 
 
 def test_each_request_of_a_batch_has_its_own_hit_rate() -> None:
