@@ -18,11 +18,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from alspec.errors import UserError, show
 from alspec.models.checkpoint.files import absent, foreign_content, is_there
 
-__all__ = ["find_template", "render_chat", "with_text_contents"]
+__all__ = ["TOOLS_NAME", "find_template", "render_chat", "with_text_contents"]
 
 _TEMPLATE_FILE = "chat_template.jinja"
 _TOOLS_FILE = "additional_chat_templates/tool_use.jinja"
-_TOOLS_NAME = "tool_use"  # of the named template that is used with tools, if there is one
+TOOLS_NAME = "tool_use"  # of the named template that is used with tools, if there is one
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
@@ -76,7 +76,7 @@ def find_template(folder: Path, tokenizer_config: dict[str, Any], has_tools: boo
             for entry in template
             if isinstance(entry, dict) and isinstance(entry.get("name"), str)
         }
-        name = _TOOLS_NAME if has_tools and _TOOLS_NAME in named else "default"
+        name = TOOLS_NAME if has_tools and TOOLS_NAME in named else "default"
         if name not in named:
             raise UserError(
                 f"{folder / 'tokenizer_config.json'}: chat_template: expected a template named 'default', "

@@ -11,10 +11,12 @@ from tokenizers.models import BPE
 from alspec.errors import UserError, show
 from alspec.models.checkpoint.gguf_header import GgufModel
 from alspec.models.llama_config import LlamaConfig
+from alspec.models.tokenizer.chat_template import TOOLS_NAME
 from alspec.models.tokenizer.tokenizer import Tokenizer
 
 __all__ = ["gguf_tokenizer", "merges_of_scores"]
 
+_TEMPLATE = "tokenizer.chat_template"
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # types of tokens that are found in a text before it is split
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # sentencepiece's spelling of a space
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -27,8 +29,15 @@ _TEKKEN_WORDS = (
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _GPT_2, _SMOLLM, _LLAMA_3, _QWEN_2, _TEKKEN = "gpt-2", "smollm", "llama-bpe", "qwen2", "tekken"
-_PRE_NAMES = {name: name for name in (_GPT_2, _SMOLLM, _LLAMA_3, _QWEN_2, _TEKKEN)}
-_PRE_NAMES |= {"llama3": _LLAMA_3, "llama-v3": _LLAMA_3}
+# llama.cpp (src/llama-vocab.cpp) splits texts in the same way for these names.
+_OTHER_NAMES: dict[str, tuple[str, ...]] = {
+    _GPT_2: ("phi-2", "a.x-4.0", "mellum", "mpt", "olmo", "trillion"),
+    _SMOLLM: ("starcoder", "refact", "codeshell", "minerva-7b"),
+    _LLAMA_3: ("llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0"),
+    _QWEN_2: ("deepseek-r1-qwen", "megrez"),
+    _TEKKEN: (),
+}
+_PRE_NAMES = {name: pre for pre, others in _OTHER_NAMES.items() for name in (pre, *others)}
 _WHOLE = (_LLAMA_3, _TEKKEN)  # a word that is a token is not merged, and texts begin with BOS
 
 
@@ -57,9 +66,13 @@ def gguf_tokenizer(model: GgufModel, config: LlamaConfig) -> Tokenizer:
         token_id = read.token_id(key, len(tokens))
         if token_id is not None:
             settings[f"{name}_token"] = tokens[token_id]
-    template = model.metadata.get("tokenizer.chat_template")
+    template = model.metadata.get(_TEMPLATE)
     if template is not None:
         settings["chat_template"] = template
+        for_tools = model.metadata.get(f"{_TEMPLATE}.{TOOLS_NAME}")
+        if for_tools is not None:  # as a folder lists named templates
+            named = {"default": template, TOOLS_NAME: for_tools}
+            settings["chat_template"] = [{"name": name, "template": each} for name, each in named.items()]
     return Tokenizer(core, config, settings, model.path)
 
 
@@ -105,7 +118,7 @@ def _byte_level_core(read: _Metadata, tokens: list[str]) -> Core:
     """Byte-level BPE, as GPT-2's, with the pre-tokenizer that `pre` names."""
     pre = _PRE_NAMES.get(str(read.get("pre")))
     if pre is None:
-        raise read.error("pre", ", ".join(_PRE_NAMES), read.get("pre"))
+        raise read.error("pre", f"{', '.join(_OTHER_NAMES)} or another name of one of them", read.get("pre"))
     merges = [tuple(merge.split(" ")) for merge in read.list_of("merges", str)]
     wrong = next((merge for merge in merges if len(merge) != 2), None)
     if wrong is not None:

@@ -70,7 +70,7 @@ def write(path: Path, kind: str, tokens: list[str], types: list[int], **values: 
         writer.add_token_list(tokens)
         writer.add_token_types(types)
         for name, value in values.items():
-            key = f"tokenizer.{name}" if name == "chat_template" else f"tokenizer.ggml.{name}"
+            key = f"tokenizer.{name}" if name.startswith("chat_template") else f"tokenizer.ggml.{name}"
             if isinstance(value, list):
                 writer.add_array(key, value)
             elif isinstance(value, bool):
@@ -151,6 +151,25 @@ def test_byte_level_tokens_follow_the_rules(pre: str, tmp_path: Path) -> None:
         assert tokenizer.decode(ids) == plain
 
 
+@pytest.mark.parametrize(
+    ("name", "pre"),
+    [
+        ("deepseek-r1-qwen", "qwen2"), ("megrez", "qwen2"), ("falcon3", "llama-bpe"), ("llama-v3", "llama-bpe"),
+        ("pixtral", "llama-bpe"), ("midm-2.0", "llama-bpe"), ("mellum", "gpt-2"), ("a.x-4.0", "gpt-2"),
+        ("phi-2", "gpt-2"), ("olmo", "gpt-2"), ("starcoder", "smollm"), ("refact", "smollm"), ("minerva-7b", "smollm"),
+    ],
+)  # fmt: skip
+def test_another_name_of_a_pre_tokenizer(name: str, pre: str, tmp_path: Path) -> None:
+    tokens, merges = trained(pre)
+    types = [CONTROL] * len(SPECIAL) + [NORMAL] * (len(tokens) - len(SPECIAL))
+    values: dict[str, Any] = {"merges": [" ".join(pair) for pair in merges], "bos_token_id": 0}
+    named, plain = (
+        opened(write(tmp_path / f"{each}.gguf", "gpt2", tokens, types, pre=each, **values)) for each in (name, pre)
+    )
+    for text in random_texts(100):
+        assert named.encode(text) == plain.encode(text), text
+
+
 def sentencepiece_vocabulary() -> tuple[list[str], list[int], list[float]]:
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     types = [UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256]
@@ -198,6 +217,11 @@ def test_special_tokens_and_the_chat_template(tmp_path: Path) -> None:
     assert tokenizer.encode_chat([{"role": "user", "content": "hello"}]) == [0, *hello, 1]
     assert tokenizer.decode([0, *hello, 2, 1]) == "hello<tool>"
     assert opened(write(path, "gpt2", tokens, types, pre="gpt-2", **values)).encode("hello") == hello
+    values["chat_template.tool_use"] = "{{ messages[0].content }}{{ tools[0].name }}"
+    tokenizer = opened(write(path, "gpt2", tokens, types, pre="gpt-2", **values))
+    user = [{"role": "user", "content": "hello"}]
+    assert tokenizer.apply_chat_template(user) == "<|begin|>hello<|eot_id|>"
+    assert tokenizer.apply_chat_template(user, tools=[{"name": "clock"}]) == "helloclock"
     values["add_bos_token"] = True
     assert opened(write(path, "gpt2", tokens, types, pre="gpt-2", **values)).encode("hello") == [0, *hello]
     write_gguf(path)
