@@ -89,26 +89,36 @@ class Choices:
         return self.device.type == "cuda" and self.dtype.itemsize == 2
 
 
-def choose(config: EngineConfig, model: LlamaConfig, has_trace: bool) -> Choices:
+def choose(
+    config: EngineConfig, model: LlamaConfig, has_trace: bool, draft_model: LlamaConfig | None = None
+) -> Choices:
     """Choose mode, device, dtype and how steps run.
 
     Args:
         has_trace: each operation is timed, which needs steps launched one by one.
+        draft_model: shape of the smaller model of `--draft model:DIR`.
     Raises:
         UserError: what was asked for is not available here.
     """
     environment = Placement.from_environment()
     requested = config.speculation.mode
-    if config.draft != "off" and requested != "auto":
-        _check_rounds(config, requested)
+    if config.draft != "off" and requested not in ("auto", "off"):
+        raise UserError(
+            f"draft: {config.draft} needs --speculation off, found {requested}; drafts keep the text, an accepted A~ "
+            "may not"
+        )
     mode, num_groups = choose_mode(requested, model, environment.world_size)
     placement = replace(environment, num_groups=num_groups)
     check_codec(config.kv_cache, model, placement.tp_size, config.kv_protect)
     device, backend, notice = choose_device(config, placement)
     check_head_dim(model, device)
     notices = [notice] if notice else []
-    if config.draft != "off":
-        _check_rounds(config, mode)
+    if config.draft != "off" and mode != "off":
+        sizes = [size for size in model.valid_tp_sizes if draft_model is None or size in draft_model.valid_tp_sizes]
+        raise UserError(
+            f"draft: {config.draft} needs mode off, and --speculation auto takes a pair here, because heads do not "
+            f"divide over {placement.world_size} ranks; numbers of ranks that work: {', '.join(map(str, sizes))}"
+        )
     if mode == "paired" and requested == "auto":
         notices.append(
             f"speculation: a pair, because heads do not divide over {placement.world_size} ranks; A~ within lambda "
@@ -131,18 +141,6 @@ def choose(config: EngineConfig, model: LlamaConfig, has_trace: bool) -> Choices
         notices.append("operations are launched one by one, because --trace times each of them")
     dtype_name = config.dtype or (model.dtype if device.type == "cuda" else "fp32")
     return Choices(mode, placement, device, backend, dtype_name, has_fused_step, uses_graph, candidates, notices)
-
-
-def _check_rounds(config: EngineConfig, mode: str) -> None:
-    """Refuse drafts together with attention-level speculation.
-
-    Raises:
-        UserError: another mode than off.
-    """
-    if mode != "off":
-        raise UserError(
-            f"draft: {config.draft} needs --speculation off, found {mode}; drafts keep the text, an accepted A~ may not"
-        )
 
 
 def recalled_blocks(config: EngineConfig, mode: str) -> int:

@@ -79,16 +79,23 @@ class Drafting:
 
     @classmethod
     def open(
-        cls, config: EngineConfig, target: LlamaConfig, tokenizer: Tokenizer | None, choices: Choices
+        cls,
+        config: EngineConfig,
+        target: LlamaConfig,
+        model: LlamaConfig | None,
+        tokenizer: Tokenizer | None,
+        choices: Choices,
     ) -> Drafting | None:
         """Open the draft model's files and compare its tokenizer; None if nothing is drafted.
 
+        Args:
+            model: of `draft_model_config`.  tokenizer: of the target.
         Raises:
             UserError: a broken folder or file, another tokenizer, or a model that does not divide over the ranks.
         """
         if config.draft == "off":
             return None
-        settings, model = draft_model_source(config), draft_model_config(config)
+        settings = draft_model_source(config)
         if settings is None or model is None:
             return cls(config, target, choices, None, None, _copy_config(config, target, choices))
         with _naming_draft():

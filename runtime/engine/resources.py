@@ -23,7 +23,7 @@ from alspec.runtime.distributed.agreement import Agreement
 from alspec.runtime.distributed.placement import PeerMemory
 from alspec.runtime.distributed.transport import TIMEOUT, Transport, connect_store
 from alspec.runtime.engine import composition
-from alspec.runtime.engine.drafting import Drafting
+from alspec.runtime.engine.drafting import Drafting, draft_model_config
 from alspec.runtime.engine.generation import (
     Generation,
     max_total_tokens,
@@ -65,10 +65,11 @@ class Resources:
         self.model_config = fit_heads(config.kv_cache, model_config(config))
         self.checkpoint, self.tokenizer = open_model(config, self.model_config)
         check_max_context(config.max_context, self.model_config)
-        self._choices = composition.choose(config, self.model_config, trace)
+        draft_model = draft_model_config(config)
+        self._choices = composition.choose(config, self.model_config, trace, draft_model)
         tp_size = self._choices.placement.tp_size
         self.model_config = with_weights(config, self.model_config, tp_size, self._choices.packs_weights)
-        self._drafting = Drafting.open(config, self.model_config, self.tokenizer, self._choices)
+        self._drafting = Drafting.open(config, self.model_config, draft_model, self.tokenizer, self._choices)
         self.mode, self.placement, self.device = self._choices.mode, self._choices.placement, self._choices.device
         self.dtype, self.dtype_name = self._choices.dtype, self._choices.dtype_name
         about_model = model_notices(config, self.checkpoint, self.model_config, self.dtype_name, tp_size)

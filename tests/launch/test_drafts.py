@@ -106,6 +106,22 @@ def test_refusals(run: Run, checkpoint: Path, flags: tuple[Any, ...], expected: 
     assert err.count("\n") == 1
 
 
+def test_drafts_where_auto_takes_a_pair(
+    run: Run, checkpoint: Path, make_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The message does not blame a setting that was not given, and names the numbers of ranks that work."""
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    path = make_checkpoint() / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"intermediate_size": 50}))
+    for draft, ranks in (("ngram", "1, 2, 4"), (f"model:{path.parent}", "1, 2")):
+        code, _, err = run("--model", checkpoint, "--prompt", PROMPT, "--draft", draft)
+        assert (code, err) == (
+            2,
+            f"alspec: exit 2: draft: {draft} needs mode off, and --speculation auto takes a pair here, because heads "
+            f"do not divide over 8 ranks; numbers of ranks that work: {ranks}\n",
+        )
+
+
 def test_a_number_of_drafts_without_a_drafter(run: Run, checkpoint: Path) -> None:
     flags = ("--model", checkpoint, "--transport", "gloo", "--prompt", PROMPT, "--max-new-tokens", 2)
     assert "alspec: --draft-tokens without effect: --draft is off\n" in run(*flags, "--draft-tokens", 5)[2]
