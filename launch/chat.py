@@ -112,6 +112,8 @@ class _Chat:
         while (line := self._user.read()) is not None:
             try:
                 reply = self._conversation.obey(line)
+                if self._conversation.has_ended:
+                    break
                 if reply is None:
                     self._answer(line)
                 else:

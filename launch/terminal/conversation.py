@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from alspec.errors import UserError
+from alspec.errors import UserError, show
 from alspec.launch.terminal.output import write_text
 from alspec.models.checkpoint.files import check_utf8
 
@@ -18,9 +18,11 @@ HELP = """\
 /system TEXT   replace the system message; without TEXT, remove it
 /save FILE     write the messages to FILE, which --prompt-file of generate.py reads if it ends in .jsonl
 /help          show this
+/exit, /quit   leave
 Ctrl-C stops an answer; a second Ctrl-C, or Ctrl-D, leaves."""
 
-_COMMAND = re.compile(r"/([a-z]+)(?:\s+(.*))?", re.DOTALL)
+_COMMAND = re.compile(r"/([A-Za-z]+)(?:\s+(.*))?", re.DOTALL)
+_ALONE = ("exit", "help", "quit", "reset")  # commands that nothing follows
 
 
 class Conversation:
@@ -29,6 +31,7 @@ class Conversation:
     def __init__(self, system: str | None) -> None:
         self._system = None if system is None else check_utf8(system, "--system")
         self._turns: list[dict[str, Any]] = []
+        self.has_ended = False  # by a command
 
     @property
     def messages(self) -> list[dict[str, Any]]:
@@ -45,19 +48,24 @@ class Conversation:
         self._turns += [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
 
     def obey(self, text: str) -> str | None:
-        """Carry out a command.
+        """Carry out a command, in capital or small letters.
 
         Returns:
-            What to tell the user; None: the text is no command.
+            What to tell the user, '' if there is nothing to tell; None: the text is no command.
         Raises:
             UserError: an unknown command, or one that cannot be carried out.
         """
         command = _COMMAND.fullmatch(text)
         if command is None:
             return None
-        name, rest = command[1], (command[2] or "").strip()
+        name, rest = command[1].lower(), (command[2] or "").strip()
+        if name in _ALONE and rest:
+            raise UserError(f"/{name}: expected nothing after it, found {show(rest)}")
         if name == "help":
             return HELP
+        if name in ("exit", "quit"):
+            self.has_ended = True
+            return ""
         if name == "reset":
             self._turns = []
             return "a new conversation"
@@ -71,4 +79,4 @@ class Conversation:
                 raise UserError("/save: there are no messages yet")
             write_text(Path(rest).expanduser(), json.dumps({"messages": self.messages}, ensure_ascii=False) + "\n")
             return f"{len(self.messages)} messages written to {rest}"
-        raise UserError(f"/{name} is no command; /help lists them (a message may begin with a space)")
+        raise UserError(f"/{command[1]} is no command; /help lists them (a message may begin with a space)")

@@ -22,7 +22,7 @@ import jobs
 import pytest
 from paths import ROOT
 
-from alspec.errors import DoesNotFitError
+from alspec.errors import DoesNotFitError, UserError
 from alspec.launch import chat
 from alspec.launch.terminal.conversation import Conversation
 from alspec.launch.terminal.user_input import UserInput
@@ -112,8 +112,37 @@ def test_messages_of_a_conversation() -> None:
     assert conversation.messages == [{"role": "system", "content": "b c"}]
     assert conversation.obey("/system") is not None
     assert conversation.messages == []
-    for text in ("hi", "/a/b", "/ reset", "/Reset", "a /reset", " /reset", "/reset!"):
+    for text in ("hi", "/a/b", "/ reset", "a /reset", " /reset", "/reset!"):
         assert conversation.obey(text) is None
+
+
+def test_commands_in_capital_letters_and_with_too_much() -> None:
+    conversation = Conversation(None)
+    conversation.add("hi", "yes")
+    for text, needle in (
+        ("/reset foo", "/reset: expected nothing after it, found 'foo'"),
+        ("/Exit now", "/exit: expected nothing after it, found 'now'"),
+        ("/HELP me", "/help: expected nothing after it, found 'me'"),
+        ("/None", "/None is no command; "),
+    ):
+        with pytest.raises(UserError) as caught:
+            conversation.obey(text)
+        assert str(caught.value).startswith(needle)
+    assert len(conversation.messages) == 2
+    assert conversation.obey("/SYSTEM Be Brief") is not None
+    assert conversation.messages[0] == {"role": "system", "content": "Be Brief"}
+    assert conversation.obey("/Reset ") is not None
+    assert len(conversation.messages) == 1
+    assert not conversation.has_ended
+
+
+@pytest.mark.parametrize("command", ["/exit", "/quit", "/Quit "])
+def test_a_command_ends_the_conversation(command: str, talk: Talk) -> None:
+    code, _, err = talk(f"hi\n{command}\nhi\n", "--max-new-tokens", 3, "--ignore-eos")
+    assert code == 0
+    assert len(turns(err)) == 1
+    assert err.count("alspec:") == 0
+    assert "/exit, /quit" in talk("/help\n/exit\n")[2]
 
 
 def test_a_conversation_ends_where_its_positions_do(talk: Talk) -> None:
