@@ -18,7 +18,7 @@ from alspec.models.llama import Shard
 from alspec.models.llama_config import LlamaConfig
 from alspec.runtime.cache.codecs import cache_name, check_codec, check_softmax, fit_heads
 from alspec.runtime.engine.composition import keeps_context, recalled_blocks
-from alspec.runtime.engine.drafting import draft_model_config, round_size
+from alspec.runtime.engine.drafting import check_draft_tokenizer, draft_model_config, round_size
 from alspec.runtime.engine.kept_weights import with_weights
 from alspec.runtime.engine.memory import DTYPES, GIB, check_max_context, plan_memory
 from alspec.runtime.profiling.forced_verdicts import forced_verdicts
@@ -58,8 +58,8 @@ def print_plan(config: GenerateConfig, link_us: float = LINK_US) -> None:
         link_us: time of a message between two hosts, and of an all-reduce.
 
     Raises:
-        UserError: unknown shape, broken folder, more tokens than the model has positions, or a softmax that the codec
-            does not have.
+        UserError: unknown shape, broken folder, more tokens than the model has positions, a softmax that the codec
+            does not have, or a draft model with another tokenizer.
     """
     check_softmax(config)
     model = fit_heads(config.kv_cache, model_config(config))
@@ -72,6 +72,7 @@ def print_plan(config: GenerateConfig, link_us: float = LINK_US) -> None:
     weights = named.weights_name(config.dtype or model.dtype)
     weights = weights if named.quantised_as is None else f"weights {weights}"
     draft_model = draft_model_config(config)
+    check_draft_tokenizer(config, model, draft_model)
     rounds = round_size(config, draft_model)
     table = Table(
         title=f"{context} tokens, {weights}, cache {cache_name(config)}; captured step over peer "

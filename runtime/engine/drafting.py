@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from alspec.config import EngineConfig
 from alspec.errors import UserError, show
 from alspec.models.checkpoint.checkpoint import Checkpoint
-from alspec.models.checkpoint.source import draft_model_source, model_config
+from alspec.models.checkpoint.source import draft_model_source, has_tokenizer, model_config, open_tokenizer
 from alspec.models.llama import Llama, quantised_copy
 from alspec.models.llama_config import LlamaConfig
 from alspec.models.tokenizer.tokenizer import Tokenizer
@@ -32,7 +32,7 @@ from alspec.runtime.engine.memory import RoundSize
 from alspec.runtime.engine.round_composition import build_captured_rounds, serves_rows
 from alspec.runtime.profiling.predicted_costs import step_us
 
-__all__ = ["Drafting", "draft_model_config", "round_size"]
+__all__ = ["Drafting", "check_draft_tokenizer", "draft_model_config", "round_size"]
 
 
 def draft_model_config(config: EngineConfig) -> LlamaConfig | None:
@@ -221,6 +221,26 @@ def _copy_config(config: EngineConfig, target: LlamaConfig, choices: Choices) ->
         )
     copied = config.model_copy(update={"weights": config.draft_weights})
     return with_weights(copied, target, choices.placement.tp_size, choices.packs_weights)
+
+
+def check_draft_tokenizer(config: EngineConfig, target: LlamaConfig, model: LlamaConfig | None) -> None:
+    """Compare the draft model's tokenizer as a run does, if both are there: a plan needs no more than the shapes.
+
+    Args:
+        model: of `draft_model_config`.
+    Raises:
+        UserError: another tokenizer, or one that cannot be read.
+    """
+    settings = draft_model_source(config)
+    if settings is None or model is None or not all(map(_has_own_tokenizer, (config, settings))):
+        return
+    with _naming_draft():
+        own = open_tokenizer(settings, model)
+    _check_tokenizers(config.draft, open_tokenizer(config, target), own)
+
+
+def _has_own_tokenizer(config: EngineConfig) -> bool:
+    return config.random_weights is None and has_tokenizer(config)
 
 
 def _check_tokenizers(draft: str, target: Tokenizer | None, own: Tokenizer | None) -> None:

@@ -174,6 +174,27 @@ def test_plan_counts_the_draft_model(run: Run, checkpoint: Path) -> None:
         assert buffers >= plain[key][2]
 
 
+def test_plan_refuses_the_tokenizers_that_a_run_refuses(
+    run: Run, checkpoint: Path, make_checkpoint: Callable[..., Path]
+) -> None:
+    """A plan needs no tokenizers: it compares those that are there."""
+    path = make_checkpoint() / "tokenizer.json"
+    flags = ("--model", checkpoint, "--draft", f"model:{path.parent}")
+    assert run("--plan", *flags)[0] == 0
+    path.write_text(path.read_text().replace("<user>", "<other>"))
+    code, out, err = run("--plan", *flags)
+    assert (code, out) == (2, "")
+    assert err == run("--prompt", PROMPT, *flags)[2]
+    assert "expected the model's tokenizer, whose id 98 is '<user>', found '<other>'" in err
+    path.write_text("{}")
+    code, _, err = run("--plan", *flags)
+    assert code == 2
+    assert err.startswith(f"alspec: exit 2: draft: {path}: unreadable tokenizer: ")
+    path.unlink()
+    assert run("--plan", *flags)[0] == 0
+    assert run("--plan", "--random-weights", checkpoint, "--draft", f"model:{checkpoint}")[0] == 0
+
+
 @pytest.mark.parametrize("drafter", fast(["ngram", "self"], keep=["self"]))
 def test_evaluate_measures_drafts(
     checkpoint: Path, tmp_path: Path, drafter: str, capsys: pytest.CaptureFixture[str]
