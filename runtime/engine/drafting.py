@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -76,6 +77,7 @@ class Drafting:
     checkpoint: Checkpoint | None
     copy_config: LlamaConfig | None = None  # of the copy
     model: Llama | None = None  # the draft model, when it is loaded
+    most_tokens: float = math.inf  # longer texts than this are not drafted; set by `build_step`
 
     @classmethod
     def open(
@@ -123,6 +125,13 @@ class Drafting:
             weights = read_weights(self.checkpoint, self.model_config, choices.placement, choices.dtype, choices.device)
             self.model = Llama(self.model_config, weights, transport)
 
+    def notices(self, max_context: int) -> list[str]:
+        """A line about a smaller model that has fewer positions than this context."""
+        if self.model_config is None or max_context <= self.model_config.longest_context:
+            return []
+        limit = self.model_config.longest_context
+        return [f"draft: {self.config.draft} has {limit} positions: longer texts go on without drafts"]
+
     def build_step(
         self,
         model: Llama,
@@ -136,6 +145,11 @@ class Drafting:
         It is captured where a fused step exists and one launch serves all rows, otherwise eager.
         """
         own = self._draft_cache(cache, transport)
+        self.most_tokens = math.inf
+        if self.notices(cache.max_context):
+            assert self.model_config is not None
+            # Of two rounds that are in flight, the second one begins behind the tokens of the first.
+            self.most_tokens = self.model_config.longest_context - 2 * self.num_rows
         if self.copy_config is not None and self.model is None:
             tp_size = self.choices.placement.tp_size
             self.model = Llama(self.copy_config, quantised_copy(model.weights, self.copy_config, tp_size), transport)
@@ -177,9 +191,14 @@ class Drafting:
         return self.config.speculation.recalled if self.config.draft == "self" else 0
 
     def _cost(self, seq_lens: list[int]) -> float:
-        """Estimated time of one draft of all requests at these lengths, relative to a plain step."""
+        """Estimated time of one draft of all requests at these lengths, relative to a plain step.
+
+        Infinite where the draft model has no more positions.
+        """
         if self.config.draft == "ngram":
             return 0.0
+        if max(seq_lens) > self.most_tokens:
+            return math.inf
         if self.config.draft == "self":
             speculation = self.config.speculation
             longest = first_lossy_length(speculation.chunk_size, speculation.recalled)

@@ -191,6 +191,7 @@ class Resources:
         parts = self.model, self.cache, self.connected()
         if self._drafting is not None:
             self.decode_step = self._drafting.build_step(*parts, self._peer_memory, self._step_operation)
+            self.notices += [each for each in self._drafting.notices(max_context) if each not in self.notices]
         else:
             policy = composition.choose_pair_policy(self._choices, self.config, config, self.connected())
             self.decode_step = composition.build_decode_step(

@@ -174,6 +174,31 @@ def test_plan_counts_the_draft_model(run: Run, checkpoint: Path) -> None:
         assert buffers >= plain[key][2]
 
 
+def test_a_draft_model_with_fewer_positions(
+    run: Run, checkpoint: Path, make_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """It drafts as far as its positions go; the text is the same."""
+    path, longest, num_rows = make_checkpoint() / "config.json", 80, 4
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"max_position_embeddings": longest}))
+    flags = ("--model", checkpoint, "--transport", "gloo", "--prompt", PROMPT, "--max-new-tokens", 60, "--ignore-eos")
+    drafts = ("--draft", f"model:{path.parent}", "--draft-tokens", num_rows - 1, "--draft-always")
+    code, text, err = run(*flags, *drafts, "--json", tmp_path / "out.json")
+    assert (code, text) == (0, run(*flags)[1])
+    notice = f"alspec: draft: model:{path.parent} has 80 positions: longer texts go on without drafts\n"
+    assert err.count(notice) == 1
+    found = json.loads((tmp_path / "out.json").read_text())
+    length, drafted = len(found["requests"][0]["prompt_ids"]) + 1, []
+    for ((count, accepted),) in found["rounds"]:
+        drafted.append(count > 0)
+        assert drafted[-1] == (length <= longest - 2 * num_rows)
+        length += accepted + 1
+    assert sum(drafted) > 2
+    assert length > longest + 20
+    shorter = run(*flags[:-2], 20, *drafts)  # all of it within the positions
+    assert shorter[0] == 0
+    assert "positions" not in shorter[2]
+
+
 def test_plan_refuses_the_tokenizers_that_a_run_refuses(
     run: Run, checkpoint: Path, make_checkpoint: Callable[..., Path]
 ) -> None:

@@ -12,6 +12,7 @@ rank reads the same numbers, so all ranks decide alike.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 
 __all__ = ["FUSED_COST", "FUSED_ROW_COST", "ROW_COST", "DraftPolicy", "round_cost"]
@@ -36,7 +37,7 @@ def round_cost(num_drafts: int, draft_cost: float, row_cost: float = ROW_COST, f
 
 
 class DraftPolicy:
-    """Decides before each step whether it drafts. `always`: it does, whether it pays or not."""
+    """Decides before each step whether it drafts. `always`: where it can, whether it pays or not."""
 
     def __init__(self, always: bool = False) -> None:
         self._always = always
@@ -53,7 +54,10 @@ class DraftPolicy:
 
         Args:
             num_drafts: K of this step.  cost: of a round with as many, relative to a plain step; see `round_cost`.
+                Infinite: nothing can be drafted at this length.
         """
+        if math.isinf(cost):
+            return False
         if self._always:
             return True
         if cost > num_drafts + 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -54,6 +55,14 @@ def test_a_generation_begins_anew() -> None:
     assert not policy.drafts(15, 2.0)
     policy.begin()
     assert all(run(policy, [1.0] * WINDOW_ROUNDS))
+
+
+def test_where_nothing_can_be_drafted() -> None:
+    """An infinite cost: not a pause, so that it drafts as soon as it can."""
+    for always in (False, True):
+        policy = DraftPolicy(always)
+        assert not any(policy.drafts(15, round_cost(15, math.inf)) for _ in range(3))
+        assert policy.drafts(15, 2.0)
 
 
 def test_always() -> None:
