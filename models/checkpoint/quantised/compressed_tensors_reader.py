@@ -23,7 +23,7 @@ class CompressedTensorsReader(WeightReader):
             "weight_packed": ExpectedTensor(((rows, ceil_div(columns, per_word)),), ("I32",)),
             "weight_scale": ExpectedTensor(((rows, self.num_groups),), FLOAT_DTYPES),
             "weight_shape": ExpectedTensor(((2,),), ("I64", "I32")),
-            "weight_g_idx": ExpectedTensor(((columns,),), ("I32",), is_optional=not self.scheme.has_order),
+            "weight_g_idx": ExpectedTensor(((columns,),), ("I32",), is_optional=not self.scheme.requires_order),
         }
         if not self.scheme.symmetric:
             packed = (ceil_div(rows, per_word), self.num_groups)

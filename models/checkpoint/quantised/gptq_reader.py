@@ -28,7 +28,7 @@ class GptqReader(WeightReader):
             "qweight": ExpectedTensor(((ceil_div(columns, per_word), rows),), ("I32",)),
             "qzeros": ExpectedTensor(((self.num_groups, ceil_div(rows, per_word)),), ("I32",)),
             "scales": ExpectedTensor(((self.num_groups, rows),), FLOAT_DTYPES),
-            "g_idx": ExpectedTensor(((columns,),), ("I32",), is_optional=not self.scheme.has_order),
+            "g_idx": ExpectedTensor(((columns,),), ("I32",), is_optional=not self.scheme.requires_order),
         }
 
     def read(self, stored: StoredTensors, rows: Range, columns: Range) -> PackedWeight:

@@ -25,6 +25,7 @@ class WeightScheme(Frozen):
     scale_name: str = Field(default="weight_scale", description="name of the scales (fp8)")
     symmetric: bool = Field(default=True, description="there are no zero points (pack-quantized)")
     has_order: bool = Field(default=False, description="a tensor assigns each input channel to its group")
+    order_is_announced: bool = Field(default=True, description="config.json says so; else some weights may lack it")
     zero_offset: int = Field(default=0, ge=0, le=1, description="added to stored zero points (gptq)")
 
     @property
@@ -34,6 +35,11 @@ class WeightScheme(Frozen):
             return max(self.group_size, 1)
         # A rank may hold any channels of an ordered weight: its scales are found by index.
         return 2 if self.has_order or self.group_size == -1 else math.lcm(self.group_size, 2)
+
+    @property
+    def requires_order(self) -> bool:
+        """Whether each weight must have a tensor that assigns its input channels to groups."""
+        return self.has_order and self.order_is_announced
 
     def name(self, method: str) -> str:
         """The scheme in a few words, such as 'int4 (awq, groups of 128)'."""

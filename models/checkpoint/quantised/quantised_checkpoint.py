@@ -25,12 +25,12 @@ from alspec.models.checkpoint.quantised.compressed_tensors_reader import Compres
 from alspec.models.checkpoint.quantised.fp8_reader import Fp8Reader
 from alspec.models.checkpoint.quantised.gptq_reader import GptqReader
 from alspec.models.checkpoint.quantised.packed_weight import PackedWeight
-from alspec.models.checkpoint.quantised.quantisation_config import QuantisationConfig
+from alspec.models.checkpoint.quantised.quantisation_config import QuantisationConfig, SchemeTarget, WeightScheme
 from alspec.models.checkpoint.quantised.weight_reader import Range, WeightReader, ceil_div
 from alspec.models.checkpoint.safetensors_header import ALL_DTYPES, FLOAT_DTYPES, ExpectedTensor, TensorEntry
 from alspec.models.llama_config import LlamaConfig
 
-__all__ = ["QuantisedCheckpoint"]
+__all__ = ["QuantisedCheckpoint", "with_stored_order"]
 
 _READERS: dict[str, type[WeightReader]] = {
     "fp8": Fp8Reader,
@@ -47,6 +47,7 @@ _LINEAR = (
     "q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj", "lm_head",
 )  # fmt: skip
 _WEIGHT, _BIAS = ".weight", ".bias"
+_ORDERS = ("g_idx", "weight_g_idx")
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ class QuantisedCheckpoint(Checkpoint):
                 f"{list(reader.shape)}, found {stored.read('weight_shape').tolist()}; "
                 "use the config.json that belongs to these weights"
             )
-        for part in ("g_idx", "weight_g_idx"):
+        for part in _ORDERS:
             stored.read_order(part, reader.group_size)
         if stored.has("bias") and module + _BIAS not in plain and stored.read("bias").any():
             raise UserError(
@@ -188,6 +189,56 @@ class _Module:
             )
         is_in_order = torch.equal(order, torch.arange(len(order), device=order.device) // group_size)
         return None if is_in_order else order
+
+
+def with_stored_order(folder: Path, config: LlamaConfig) -> LlamaConfig:
+    """Return the configuration with `has_order` for schemes whose files order channels though config.json denies it.
+
+    Some writers store groups of permuted channels with `desc_act: false` or `actorder: static`. Files that cannot be
+    read change nothing: `QuantisedCheckpoint.open` names what is wrong with them.
+    """
+    quantisation = config.quantisation
+    if quantisation is None or not any(map(_may_have_order, quantisation.groups)):
+        return config
+    try:
+        ordered = _ordered_schemes(folder, quantisation)
+    except UserError:
+        return config
+    changed = {"has_order": True, "order_is_announced": False}
+    groups = tuple(
+        SchemeTarget(targets=group.targets, scheme=group.scheme.model_copy(update=changed))
+        if group.scheme in ordered
+        else group
+        for group in quantisation.groups
+    )
+    return config.model_copy(update={"quantisation": quantisation.model_copy(update={"groups": groups})})
+
+
+def _may_have_order(group: SchemeTarget) -> bool:
+    """Whether files can order channels that config.json leaves in order."""
+    scheme = group.scheme
+    return scheme.layout in ("gptq", "pack-quantized") and not scheme.has_order and scheme.group_size != -1
+
+
+def _ordered_schemes(folder: Path, quantisation: QuantisationConfig) -> list[WeightScheme]:
+    """Schemes that announce no order of channels, of which the files hold one.
+
+    Raises:
+        UserError: files, or an order, that are not what they should be.
+    """
+    entries, files = read_headers(folder, lambda _: True, ALL_DTYPES)
+    checkpoint, found = QuantisedCheckpoint({}, {}, stored_files=files), []
+    for name, entry in entries.items():
+        module, _, part = name.rpartition(".")
+        if part not in _ORDERS or entry.dtype != "I32" or len(entry.shape) != 1:
+            continue
+        scheme = quantisation.scheme_of(module)
+        if scheme is None or scheme.has_order or scheme in found:
+            continue
+        size = WeightReader(scheme, (0, *entry.shape)).group_size
+        if size and _Module(checkpoint, module, torch.device("cpu")).read_order(part, size) is not None:
+            found.append(scheme)
+    return found
 
 
 def _unused(quantisation: QuantisationConfig, entries: dict[str, TensorEntry]) -> str | None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from family_models import save_family
 from model_runner import Runner, ThreadTransport, close, on_ranks
 from quantised_folders import FORMATS, save_quantised
+from safetensors.torch import load_file, save_file
 from tiers import fast
 from torch import Tensor
 
@@ -82,6 +85,61 @@ def test_packed_matrices_have_the_values_of_the_files(name: str, tp_size: int, t
     found = {name for layer in kept.layers for name in MATRICES if isinstance(getattr(layer, name), DecodeWeight)}
     assert found == (set() if name in DENSE else set(MATRICES))
     assert plan_memory(config, shard, BF16, 1, 64).weights_bytes == held_bytes(kept)
+
+
+def deny_order(folder: Path) -> None:
+    """Say in config.json that channels are in the order of their groups."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    settings = config["quantization_config"]
+    if settings["quant_method"] == "gptq":
+        settings["desc_act"] = False
+    else:
+        settings["config_groups"]["group_0"]["weights"]["actorder"] = "static"
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("name", ["gptq-ordered", "int4-ordered"])
+def test_an_order_that_config_json_denies(name: str, tp_size: int, tmp_path: Path) -> None:
+    """The tensors decide: such matrices are dequantised, also if one module has no order, and may be split anywhere."""
+    reference = save_quantised(tmp_path, name, intermediate_size=672)
+    deny_order(tmp_path)
+    tensors, module = load_file(tmp_path / "model.safetensors"), "model.layers.1.mlp.up_proj"
+    settings, make = FORMATS[name.replace("-ordered", "" if "gptq" in name else "-zeros")]
+    assert settings["quant_method"] in ("gptq", "compressed-tensors")
+    stored, values = make(np.random.default_rng(3), 672, 96)
+    order = "g_idx" if "gptq" in name else "weight_g_idx"
+    for part in (*stored, order):
+        tensors.pop(f"{module}.{part}", None)
+    stored.pop(order, None)
+    save_file(tensors | {f"{module}.{part}": tensor for part, tensor in stored.items()}, tmp_path / "model.safetensors")
+    shard = Shard(tp_size - 1, tp_size, tp_size - 1, tp_size)
+    config, kept = load(tmp_path, shard, F32, True)
+    rows = 672 // tp_size
+    assert torch.equal(values_of(kept.layers[1].gate_up, F32)[rows:], values[-rows:])
+    down = reference.model.layers[1].mlp.down_proj.weight
+    assert torch.equal(values_of(kept.layers[1].down, F32), down[:, -rows:])
+    assert not any(isinstance(getattr(layer, name), DecodeWeight) for layer in kept.layers for name in MATRICES)
+    assert plan_memory(config, shard, F32, 1, 64).weights_bytes == held_bytes(kept)
+    config.check_tp_size(tp_size)
+
+
+def test_the_order_of_some_modules_leaves_others_packed(tmp_path: Path) -> None:
+    """Two groups of modules: only the one with an order is dequantised."""
+    save_quantised(tmp_path, "int4-ordered")
+    config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    groups = config["quantization_config"]["config_groups"]
+    attention = groups["group_0"] | {"targets": ["re:.*self_attn.*"]}
+    groups["group_0"]["weights"]["actorder"] = None
+    groups["group_1"] = json.loads(json.dumps(attention))
+    groups["group_1"]["weights"]["actorder"] = "group"
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name in [name for name in tensors if "mlp" in name and name.endswith("weight_g_idx")]:
+        tensors[name] = tensors[name].sort().values
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    _, kept = load(tmp_path, Shard(), BF16, True)
+    assert [isinstance(getattr(kept.layers[0], name), DecodeWeight) for name in MATRICES] == [False, False, True, True]
 
 
 @pytest.mark.parametrize(
