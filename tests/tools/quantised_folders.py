@@ -183,6 +183,7 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[np.random.Generator, int, int
         {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]},
         _fp8("weight_scale", None, FP32),
     ),
+    "fp8-tensor-inverse": (_BLOCK | {"weight_block_size": None}, _fp8("weight_scale_inv", None, FP32)),
     "int4-group": (
         _int(num_bits=4, symmetric=True, strategy="group", group_size=32, actorder=None), _packed(4, 32, True),
     ),

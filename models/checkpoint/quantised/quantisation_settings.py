@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -14,10 +15,17 @@ from alspec.models.validation import user_error
 
 __all__ = ["read_quantisation"]
 
-_KEY = "quantization_config"
+_KEY, _OLD_KEY = "quantization_config", "compression_config"  # files of the first compressed-tensors have the old one
 _ADVICE = (
     "give the unquantised checkpoint, or one in FP8 (compressed-tensors, fp8) or INT4 (compressed-tensors, AWQ, GPTQ)"
 )
+
+
+@dataclass(frozen=True)
+class _File(ConfigFile):
+    """A config.json, and the key that holds what it says of quantised weights."""
+
+    key: str
 
 
 class _Lenient(BaseModel):
@@ -87,34 +95,35 @@ def read_quantisation(config: ConfigFile) -> QuantisationConfig | None:
     Raises:
         UserError: a method, format, number of bits or setting that is not supported, or a wrong value; names it.
     """
-    raw = config.get(_KEY)
-    if raw is None or raw == {}:
+    key = _OLD_KEY if config.get(_KEY) in (None, {}) else _KEY
+    raw, file = config.get(key), _File(config.path, config.raw, key)
+    if raw in (None, {}):
         return None
     if not isinstance(raw, dict):
-        raise config.error(_KEY, "an object", raw, "correct the file")
-    method = raw.get("quant_method")
+        raise config.error(key, "an object", raw, "correct the file")
+    method = raw.get("quant_method", "compressed-tensors" if key == _OLD_KEY else None)
     readers = {"compressed-tensors": _compressed_tensors, "fp8": _fp8, "awq": _awq, "gptq": _gptq}
     reader = readers.get(method) if isinstance(method, str) else None
     if reader is None:
-        raise _refused(config, "quant_method", ", ".join(readers), method)
-    return reader(config, raw)
+        raise _refused(file, "quant_method", ", ".join(readers), method)
+    return reader(file, raw)
 
 
-def _refused(config: ConfigFile, name: str, expected: str, found: Any) -> UserError:
-    return config.error(f"{_KEY}.{name}", expected, found, _ADVICE)
+def _refused(config: _File, name: str, expected: str, found: Any) -> UserError:
+    return config.error(f"{config.key}.{name}", expected, found, _ADVICE)
 
 
 _ModelT = TypeVar("_ModelT", bound=_Lenient)
 
 
-def _parsed(kind: type[_ModelT], config: ConfigFile, raw: Any, where: str = _KEY) -> _ModelT:
+def _parsed(kind: type[_ModelT], config: _File, raw: Any, where: str = "") -> _ModelT:
     try:
         return kind.model_validate(raw)
     except ValidationError as error:
-        raise user_error(error, f"{config.path}: {where}", {}) from None
+        raise user_error(error, f"{config.path}: {config.key}{where}", {}) from None
 
 
-def _awq(config: ConfigFile, raw: dict[str, Any]) -> QuantisationConfig:
+def _awq(config: _File, raw: dict[str, Any]) -> QuantisationConfig:
     version = raw.get("version") or raw.get("format") or raw.get("checkpoint_format") or "gemm"
     settings = _parsed(_Awq, config, raw | {"version": version})
     if settings.version.lower() != "gemm" or settings.backend == "llm-awq":
@@ -128,7 +137,7 @@ def _awq(config: ConfigFile, raw: dict[str, Any]) -> QuantisationConfig:
     return QuantisationConfig(method="awq", groups=(SchemeTarget(targets=("Linear",), scheme=scheme),))
 
 
-def _gptq(config: ConfigFile, raw: dict[str, Any]) -> QuantisationConfig:
+def _gptq(config: _File, raw: dict[str, Any]) -> QuantisationConfig:
     stored = raw.get("checkpoint_format") or raw.get("format") or "gptq"
     settings = _parsed(_Gptq, config, raw | {"checkpoint_format": stored})
     if settings.is_marlin_format:
@@ -154,14 +163,14 @@ def _gptq(config: ConfigFile, raw: dict[str, Any]) -> QuantisationConfig:
     return QuantisationConfig(method="gptq", groups=(SchemeTarget(targets=("Linear",), scheme=scheme),))
 
 
-def _group_size(config: ConfigFile, size: int | None) -> int:
+def _group_size(config: _File, size: int | None) -> int:
     """Columns of a group, which share whole bytes; -1: a whole row."""
     if size is None or size == 0 or (size % 2 and size != -1):
         raise _refused(config, "group_size", "an even number, or -1", size)
     return size
 
 
-def _fp8(config: ConfigFile, raw: dict[str, Any]) -> QuantisationConfig:
+def _fp8(config: _File, raw: dict[str, Any]) -> QuantisationConfig:
     settings = _parsed(_Fp8, config, raw)
     if settings.fmt not in (None, "e4m3", "float8_e4m3fn"):
         raise _refused(config, "fmt", "e4m3", settings.fmt)
@@ -176,7 +185,7 @@ def _fp8(config: ConfigFile, raw: dict[str, Any]) -> QuantisationConfig:
     return QuantisationConfig(method="fp8", groups=(SchemeTarget(targets=("Linear",), scheme=scheme),), unused=unused)
 
 
-def _block(config: ConfigFile, name: str, block: Any) -> tuple[int, int]:
+def _block(config: _File, name: str, block: Any) -> tuple[int, int]:
     if isinstance(block, str):  # older files: "128x128"
         block = [int(part) if part.isdecimal() else 0 for part in block.split("x")]
     if not isinstance(block, list) or len(block) != 2 or min(block) < 1:
@@ -184,7 +193,7 @@ def _block(config: ConfigFile, name: str, block: Any) -> tuple[int, int]:
     return block[0], block[1]
 
 
-def _compressed_tensors(config: ConfigFile, raw: dict[str, Any]) -> QuantisationConfig:
+def _compressed_tensors(config: _File, raw: dict[str, Any]) -> QuantisationConfig:
     settings = _parsed(_CompressedTensors, config, raw)
     sparsity = (settings.sparsity_config or {}).get("format", "dense")
     if sparsity != "dense":
@@ -194,7 +203,7 @@ def _compressed_tensors(config: ConfigFile, raw: dict[str, Any]) -> Quantisation
     groups, unused = [], []
     for key, content in settings.config_groups.items():
         where = f"config_groups.{key}"
-        group = _parsed(_Group, config, content, f"{_KEY}.{where}")
+        group = _parsed(_Group, config, content, f".{where}")
         if group.weights is None:  # only activations, or the cache
             unused.append(where)
             continue
@@ -210,15 +219,15 @@ def _compressed_tensors(config: ConfigFile, raw: dict[str, Any]) -> Quantisation
         try:
             re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
         except re.error:
-            raise config.error(_KEY, "regular expressions after 're:'", pattern, "correct the file") from None
+            raise config.error(config.key, "regular expressions after 're:'", pattern, "correct the file") from None
     return QuantisationConfig(method="compressed-tensors", groups=tuple(groups), ignore=ignore, unused=tuple(unused))
 
 
-def _scheme(config: ConfigFile, settings: _CompressedTensors, group: _Group, where: str) -> WeightScheme:
+def _scheme(config: _File, settings: _CompressedTensors, group: _Group, where: str) -> WeightScheme:
     """The scheme of one of `config_groups`."""
-    weights = _parsed(_Arguments, config, group.weights, f"{_KEY}.{where}.weights")
+    weights = _parsed(_Arguments, config, group.weights, f".{where}.weights")
     stored = group.format or settings.format
-    inputs = _parsed(_Arguments, config, group.input_activations or {"type": "float"}, f"{_KEY}.{where}")
+    inputs = _parsed(_Arguments, config, group.input_activations or {"type": "float"}, f".{where}")
     if inputs.type != "float":
         raise _refused(config, f"{where}.input_activations", "none, or FP8", f"{inputs.type}{inputs.num_bits}")
     if stored in ("float-quantized", "naive-quantized") and (weights.type, weights.num_bits) == ("float", 8):
@@ -239,7 +248,7 @@ def _scheme(config: ConfigFile, settings: _CompressedTensors, group: _Group, whe
     )
 
 
-def _fp8_scheme(config: ConfigFile, weights: _Arguments, where: str) -> WeightScheme:
+def _fp8_scheme(config: _File, weights: _Arguments, where: str) -> WeightScheme:
     strategy = weights.strategy or "tensor"
     if not weights.symmetric:
         raise _refused(config, f"{where}.weights.symmetric", "true for FP8", weights.symmetric)

@@ -41,12 +41,13 @@ _READERS: dict[str, type[WeightReader]] = {
 # Tensors of quantised activations and of a quantised KV cache: weights alone are read.
 _UNUSED = (
     ".input_scale", ".input_zero_point", ".output_scale", ".output_zero_point", ".q_scale", ".k_scale", ".v_scale",
-    ".kv_scale", ".k_zero_point", ".v_zero_point",
+    ".kv_scale", ".k_zero_point", ".v_zero_point", ".activation_scale",
 )  # fmt: skip
 _LINEAR = (
     "q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj", "lm_head",
 )  # fmt: skip
 _WEIGHT, _BIAS = ".weight", ".bias"
+_INVERSE = ".weight_scale_inv"
 _ORDERS = ("g_idx", "weight_g_idx")
 
 
@@ -262,6 +263,9 @@ def _choose_readers(
         if not quantisation.names_modules and stored is not None and stored.dtype in FLOAT_DTYPES:
             scheme = None
         if scheme is not None:
+            if quantisation.method == "fp8" and scheme.rows_per_scale == -1 and f"{module}{_INVERSE}" in entries:
+                # Transformers names one scale so, vLLM `weight_scale`; both multiply by it.
+                scheme = scheme.model_copy(update={"scale_name": _INVERSE[1:]})
             readers[name] = _READERS[scheme.layout](scheme, (shape[0], shape[1]))
     return readers
 

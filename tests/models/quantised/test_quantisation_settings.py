@@ -61,6 +61,26 @@ def test_no_quantisation(quantisation: Any, tmp_path: Path) -> None:
     assert config.weights_name("bf16") == "bf16"
 
 
+@pytest.mark.parametrize("current", [None, {}])
+def test_the_old_key(current: Any, tmp_path: Path) -> None:
+    """Old files of compressed-tensors, in which the method may be missing; `quantization_config` goes before it."""
+    without_method = {key: value for key, value in CT_INT4.items() if key != "quant_method"}
+    for settings in (CT_INT4, without_method):
+        config = config_of(tmp_path, current, compression_config=settings)
+        assert config.quantisation == config_of(tmp_path, CT_INT4).quantisation
+    assert config_of(tmp_path, AWQ, compression_config=CT_INT4).weights_name("bf16").startswith("int4 (awq")
+    assert config_of(tmp_path, current, compression_config={}).quantisation is None
+    refused: list[tuple[Any, str]] = [
+        ("int4", r": expected an object"),
+        (CT_INT4 | {"format": "marlin-24"}, r"\.format: expected float-quantized"),
+        (group(weights={"num_bits": "4"}), r"\.config_groups\.group_0\.weights: num_bits"),
+        (CT_INT4 | {"ignore": ["re:("]}, ": expected regular expressions"),
+    ]
+    for settings, message in refused:
+        with pytest.raises(UserError, match=f"config.json: compression_config{message}"):
+            config_of(tmp_path, current, compression_config=settings)
+
+
 def test_random_weights_are_not_quantised(tmp_path: Path) -> None:
     config_of(tmp_path, AWQ)
     assert LlamaConfig.from_shape(str(tmp_path)).quantisation is None

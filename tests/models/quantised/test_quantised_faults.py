@@ -58,6 +58,9 @@ def add(name: str, tensor: torch.Tensor) -> Edit:
 FAULTS: dict[str, tuple[str, Edit, list[str]]] = {
     "no scale": ("fp8-channel", remove("weight_scale"), [f"'{UP}.weight_scale': missing", "[512, 1]"]),
     "no inverse": ("fp8-inverse", remove("weight_scale_inv"), [f"'{UP}.weight_scale_inv': missing", "[4, 1]"]),
+    "no inverse of the tensor": (
+        "fp8-tensor-inverse", remove("weight_scale_inv"), [f"'{UP}.weight_scale': missing", "[] or [1]"],
+    ),
     "scale of a row": (
         "fp8-channel", change("weight_scale", lambda scale: scale[1:]), ["wrong shape", "1] or [512]", "[511, 1]"],
     ),
@@ -129,6 +132,15 @@ def test_groups_that_do_not_exist(name: str, part: str, wrong: int, tmp_path: Pa
     edit_tensors(tmp_path, change(part, lambda order: torch.where(torch.arange(96) == 5, wrong, order).int()))
     with pytest.raises(UserError, match=rf"{part}': expected groups 0 .. 2, found {min(wrong, 0)} .. {max(wrong, 2)}"):
         open_folder(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["fp8-tensor", "fp8-static", "fp8-tensor-inverse"])
+def test_one_scale_without_a_dimension(name: str, tmp_path: Path) -> None:
+    reference = save_quantised(tmp_path, name)
+    part = "weight_scale_inv" if name.endswith("inverse") else "weight_scale"
+    edit_tensors(tmp_path, change(part, lambda scale: scale.reshape(())))
+    found = open_folder(tmp_path).tensor_slice(f"{UP}.weight")
+    assert torch.equal(found, reference.state_dict()[f"{UP}.weight"])
 
 
 def test_an_order_that_is_not_set(tmp_path: Path) -> None:
