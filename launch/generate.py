@@ -22,6 +22,7 @@ from alspec.launch.terminal.flags import Parser, cuts_without_effect, notify, pa
 from alspec.launch.terminal.output import Finished, exit_code, is_dash, write_text
 from alspec.launch.terminal.plan import print_plan
 from alspec.launch.terminal.prompts import GivenPrompts, read_prompts
+from alspec.models.checkpoint.source import notice_of_random_weights
 from alspec.runtime.distributed.placement import Placement
 from alspec.runtime.engine.engine import Engine
 from alspec.runtime.engine.generation import Generation, rows_of
@@ -86,6 +87,8 @@ def _plan(config: GenerateConfig, link_us: float) -> None:
     if Placement.from_environment().rank != 0:  # once, not by every rank of torchrun
         return
     print_plan(config, link_us)
+    notice = None if config.random_weights is None else notice_of_random_weights(config.random_weights)
+    notify([notice] if notice else [])
     if given:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(given))
         what = "shows every mode, for one request of --max-context tokens (default: all that the model takes)"

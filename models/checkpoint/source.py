@@ -30,6 +30,7 @@ __all__ = [
     "model_files",
     "model_name",
     "model_path",
+    "notice_of_random_weights",
     "notices_of_model",
     "open_checkpoint",
     "open_tokenizer",
@@ -103,11 +104,22 @@ def model_config(config: EngineConfig) -> LlamaConfig:
 
 def notices_of_model(config: EngineConfig) -> list[str]:
     """Lines about settings of the selected model's files that a user may not expect to be ignored."""
+    if config.random_weights is not None:
+        notice = notice_of_random_weights(config.random_weights)
+        return [] if notice is None else [notice]
     path = model_path(config)
-    if config.random_weights is not None or is_gguf(path):
+    if is_gguf(path):
         return []
     notices = notice_of_settings(path), notice_of_end_tokens(path), notice_of_unused(path)
     return [notice for notice in notices if notice is not None]
+
+
+def notice_of_random_weights(name: str) -> str | None:
+    """One line if random weights take the shape of a quantised folder, and not its quantisation; else None."""
+    quantisation = None if name in RANDOM_SHAPES else LlamaConfig.from_folder(Path(name)).quantisation
+    if quantisation is None:
+        return None
+    return f"config.json: not used: {quantisation.name}; random weights are quantised by --weights alone"
 
 
 def model_files(path: Path) -> list[Path]:

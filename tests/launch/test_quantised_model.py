@@ -79,6 +79,23 @@ def test_what_is_not_used_is_said_once(tmp_path: Path) -> None:
     assert [notice for notice in notices if "not used" in notice] == [expected]
 
 
+def test_random_weights_drop_a_quantisation_with_a_notice(run: Run, tmp_path: Path) -> None:
+    save_quantised(tmp_path, "awq")
+    notice = (
+        "alspec: config.json: not used: int4 (awq, groups of 32); random weights are quantised by --weights alone\n"
+    )
+    flags = ("--random-weights", tmp_path)
+    code, _, err = run(*flags, "--transport", "gloo", "--prompt-ids", "1,2", "--max-new-tokens", 2)
+    assert (code, err.count(notice)) == (0, 1)
+    code, _, err = run(*flags, "--plan")
+    assert (code, err) == (0, notice)
+    config: dict[str, Any] = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    del config["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    code, _, err = run(*flags, "--plan")
+    assert (code, err) == (0, "")
+
+
 def test_ranks_that_would_cut_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Refused before anything connects, with the sizes that fit."""
     save_quantised(tmp_path, "awq", intermediate_size=672)
