@@ -317,7 +317,7 @@ def _row(
             "chunk_size": engine.config.speculation.chunk_size,
             "samples": len(task.texts),
             "dtype": engine.dtype_name,
-            **({"weights": name} if (name := engine.model_config.quantised_as) else {}),
+            **({"weights": name} if (name := engine.model_config.weights_in_rows) else {}),
             **({"lm_head": head} if (head := engine.model_config.lm_head) != "auto" else {}),
         },
         "value": quality.value,

@@ -139,6 +139,8 @@ def _measure(
             "samples": len(prompts),
             "new_tokens": NEW_TOKENS,
             "dtype": engine.dtype_name,
+            **({"weights": name} if (name := engine.model_config.weights_in_rows) else {}),
+            **({"draft_weights": name} if (name := engine.draft_weights_name) else {}),
         },
         "value": summary["tokens_per_step"],
         "unit": "tokens a step",

@@ -171,6 +171,7 @@ def _summary(engine: Engine) -> dict[str, Any]:
         "mode": engine.mode,
         "draft": engine.config.draft,
         "draft_tokens": engine.config.draft_tokens,
+        "draft_weights": engine.draft_weights_name,
         "threshold": engine.config.speculation.threshold,
         "chunk_size": engine.config.speculation.chunk_size,
         "world_size": engine.placement.world_size,

@@ -345,7 +345,7 @@ def _row(
             "transport": _transport(engine) if ranks > 1 else None,
             "cuda_graph": engine.uses_graph,
             "dtype": engine.dtype_name,
-            **({"weights": name} if (name := engine.model_config.quantised_as) else {}),
+            **({"weights": name} if (name := engine.model_config.weights_in_rows) else {}),
             **({"lm_head": config.lm_head} if config.lm_head != "auto" else {}),
             "batch": profile.batch_size,
             "context": profile.context,
@@ -400,7 +400,9 @@ def _transport(engine: Engine) -> str:
 def _title(row: dict[str, Any]) -> str:
     case = row["case"]
     where = f"{row['num_gpus']} x {row['gpu']}" if row["gpu"] else f"{case['world']} rank(s) on CPU"
-    dtype = f"{case['weights']} in {case['dtype']}" if "weights" in case else case["dtype"]
+    weights, dtype = case.get("weights"), case["dtype"]
+    if weights:
+        dtype = f"{weights} {'to' if weights.endswith('dequantised') else 'in'} {dtype}"
     parts = [case["shape"], where, dtype, f"batch {case['batch']}", case["transport"]]
     parts += [f"{name} {case[name]}" for name in ChoiceConfig.model_fields if name in case]
     return ", ".join([part for part in parts if part] + (["captured graph"] if case["cuda_graph"] else []))

@@ -87,7 +87,7 @@ def _row(
             "kv_cache": config.kv_cache,
             "draft": config.draft.rpartition("/")[2],
             "draft_tokens": config.draft_tokens,
-            "draft_weights": config.draft_weights,
+            "draft_weights": engine.draft_weights_name or "auto",
             "weights": engine.model_config.weights_name(engine.dtype_name),
             **({"recall_blocks": config.speculation.recalled} if config.draft == "self" else {}),
             "acceptance": acceptance,

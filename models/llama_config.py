@@ -172,6 +172,12 @@ class LlamaConfig(Frozen):
         return None if self.weights == "auto" else self.weights
 
     @property
+    def weights_in_rows(self) -> str | None:
+        """`quantised_as` for measurement rows, which also say if a run used the values in another dtype."""
+        name = self.quantised_as
+        return name if name is None or self.packs_weights else f"{name}, dequantised"
+
+    @property
     def changes_heads(self) -> bool:
         """Heads are not used as files have them: they are padded, or their values are rotated."""
         return self.head_padding > 0 or self.rotates_values

@@ -82,7 +82,7 @@ def weight_quality(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         case = row["case"]
         if case["measure"] == "bits per byte" and case["context"] == 1024:
-            found.setdefault((case["model"], case["codec"]), {})[case.get("weights") or "auto"] = row["value"]
+            found.setdefault((case["model"], case["codec"]), {})[_weights(case)] = row["value"]
     lines = [
         [MODELS.get(model, model), codec, *(f"{values[each]:.4f}" if each in values else "" for each in WEIGHTS)]
         for (model, codec), values in found.items()
@@ -94,7 +94,7 @@ def weight_speculation(rows: list[dict[str, Any]]) -> str:
     """A line for each model, cache and measure: recall, and the share of layers that accept, with `--weights`."""
     found: dict[tuple[str, str, str, str], dict[str, str]] = {}
     for row in rows:
-        case, weights = row["case"], row["case"].get("weights") or "auto"
+        case, weights = row["case"], _weights(row["case"])
         place = MODELS.get(case["model"], case["model"]), case["codec"], str(case["context"])
         if case["measure"] == "bits per byte" and case["threshold"] == "0.1":
             found.setdefault((*place, "books, layers that accept"), {})[weights] = f"{row['hit_rate']:.1%}"
@@ -103,3 +103,8 @@ def weight_speculation(rows: list[dict[str, Any]]) -> str:
             found.setdefault((*place, name), {})[weights] = f"{row['value']:.0%}"
     lines = [[*place, *(values.get(each, "") for each in WEIGHTS)] for place, values in found.items()]
     return table(["model", "cache", "tokens", "measure", "as published", "FP8", "INT4", "INT4, groups of 32"], lines)
+
+
+def _weights(case: dict[str, Any]) -> str:
+    """The `--weights` of a row; its values are the same if they were dequantised."""
+    return (case.get("weights") or "auto").removesuffix(", dequantised")

@@ -166,9 +166,10 @@ def _mode(summary: dict[str, Any]) -> list[str]:
 
 def _drafts(summary: dict[str, Any]) -> str:
     """What became of drafts, as in `ngram, up to 2: 2.10 tokens a step; accepted 0/1/2 in 9/5/8 of 22 rounds`."""
-    drafts = summary["drafts"]
+    drafts, weights = summary["drafts"], summary["draft_weights"]
     counts = drafts["accepted_histogram"]
-    text = f"{summary['draft']}, up to {summary['draft_tokens']}: {drafts['tokens_per_step']:.2f} tokens a step"
+    drafter = summary["draft"] if weights is None else f"{summary['draft']}, weights {weights}"
+    text = f"{drafter}, up to {summary['draft_tokens']}: {drafts['tokens_per_step']:.2f} tokens a step"
     if not drafts["rounds"]:
         return f"{text}; no drafts: there were none, or they would not pay (--draft-always drafts all the same)"
     numbers, times = "/".join(map(str, range(len(counts)))), "/".join(map(str, counts))

@@ -118,6 +118,12 @@ class Drafting:
         """What rounds need in memory."""
         return round_size(self.config, self.model_config)
 
+    @property
+    def weights_name(self) -> str | None:
+        """What the weights of a copy, or of a quantised draft model, are; None: there is none."""
+        model = self.copy_config or self.model_config
+        return None if model is None or model.quantised_as is None else model.weights_name(self.choices.dtype_name)
+
     def load(self, transport: Transport) -> None:
         """Read this rank's weights of a smaller model."""
         if self.model_config is not None:

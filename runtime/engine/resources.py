@@ -128,6 +128,11 @@ class Resources:
         return self.decode_step is not None and self.decode_step.uses_graph
 
     @property
+    def draft_weights_name(self) -> str | None:
+        """What the weights of a drafting copy, or of a quantised draft model, are; None: there is none."""
+        return None if self._drafting is None else self._drafting.weights_name
+
+    @property
     def max_total_tokens(self) -> int:
         """The most tokens that a prompt and its answer may have together."""
         return max_total_tokens(self.config, self.model_config)

@@ -66,6 +66,19 @@ def test_color_shades_accepted_drafts(
     assert len(pieces) == sum(request["drafted"]) > 10
 
 
+def test_the_format_of_a_drafting_copy(run: Run, checkpoint: Path, tmp_path: Path) -> None:
+    """In the panel and in JSON; on the CPU the copy's values are dequantised."""
+    flags = ("--model", checkpoint, "--transport", "gloo", "--prompt", PROMPT, "--max-new-tokens", 8, "--draft", "self")
+    for given, expected in (
+        (("--draft-weights", "fp8"), "fp8 (a scale for each row), dequantised to fp32"),
+        ((), None),
+    ):
+        code, _, err = run(*flags, *given, "--draft-always", "--json", tmp_path / "out.json")
+        assert code == 0
+        assert json.loads((tmp_path / "out.json").read_text())["summary"]["draft_weights"] == expected
+        assert f"drafts: self{', weights ' + expected if expected else ''}, up to 4: " in err
+
+
 def test_a_batch_in_a_small_model_with_a_draft_model(run: Run, checkpoint: Path, tmp_path: Path) -> None:
     lines = [json.dumps({"prompt": text}) for text in ("One", "Two three", "Go")]
     (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
@@ -152,6 +165,7 @@ def test_latency_of_rounds(checkpoint: Path, tmp_path: Path) -> None:
     assert latency.main([str(flag) for flag in flags]) == 0
     (row,) = map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines())
     assert (row["bench"], row["case"]["draft"], row["case"]["acceptance"]) == ("decode_round", "ngram", "real")
+    assert (row["case"]["draft_weights"], row["case"]["weights"]) == ("auto", "fp32")
     assert 1.0 <= row["tokens_per_round"] <= 5.0
     assert sum(row["accepted"]) <= 5
 

@@ -111,7 +111,7 @@ def engine_of(mode: str, transport_name: str) -> Any:
     return SimpleNamespace(
         placement=SimpleNamespace(world_size=2, local_world_size=2),
         mode=mode,
-        model_config=SimpleNamespace(quantised_as=""),
+        model_config=SimpleNamespace(weights_in_rows=None),
         transport_name=transport_name,
         uses_graph=True,
         dtype_name="bf16",

@@ -14,7 +14,7 @@ from quantised_folders import save_quantised
 
 from alspec import Engine
 from alspec.errors import UserError
-from alspec.launch import generate
+from alspec.launch import generate, latency
 from alspec.models.llama import Shard
 from alspec.models.llama_config import LlamaConfig
 from alspec.runtime.engine.memory import GIB, plan_memory
@@ -38,6 +38,15 @@ def test_generate_says_what_the_weights_are(run: Run, tmp_path: Path) -> None:
     )
     assert read_json(tmp_path / "out.json")["requests"][0]["token_ids"] == expected[0, len(ids) :].tolist()
     assert out
+
+
+def test_rows_say_that_weights_were_dequantised(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_quantised(tmp_path, "awq")
+    flags = ["--model", tmp_path, "--transport", "gloo", "--contexts", 16, "--steps", 1, "--rows", tmp_path / "rows"]
+    assert latency.main(list(map(str, flags))) == 0
+    (row,) = map(json.loads, (tmp_path / "rows").read_text().splitlines())
+    assert row["case"]["weights"] == "int4 (awq, groups of 32), dequantised"
+    assert "int4 (awq, groups of 32), dequantised to fp32, batch 1" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_plan_says_what_the_weights_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

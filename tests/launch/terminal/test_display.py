@@ -42,8 +42,9 @@ def test_the_panel_has_the_numbers_of_the_summary(capsys: pytest.CaptureFixture[
             "hit_rate": 0.625,
             "threshold": 0.1,
             "alone_steps": 0,
-            "draft": "ngram",
+            "draft": "self",
             "draft_tokens": 2,
+            "draft_weights": "int4 (groups of 128)",
             "drafts": {"tokens_per_step": 1.234, "rounds": 9, "accepted_histogram": [5, 3, 1]},
             "memory": {"weights_bytes": 2**31, "cache_bytes": 2**30, "buffer_bytes": 2**29},
         }
@@ -58,6 +59,6 @@ def test_the_panel_has_the_numbers_of_the_summary(capsys: pytest.CaptureFixture[
         "read: 3210.0 GB/s a rank, 75 % of the copy limit",
         "hit rate: 62.5 % at lambda 0.1",
         "weights: int4 (awq, groups of 128), dequantised to bf16",
-        "drafts: ngram, up to 2: 1.23 tokens a step; accepted 0/1/2 in 5/3/1 of 9 rounds",
+        "drafts: self, weights int4 (groups of 128), up to 2: 1.23 tokens a step; accepted 0/1/2 in 5/3/1 of 9 rounds",
         "memory: weights 2.00 GiB, cache 1.00 GiB, buffers 0.50 GiB a rank",
     ]
