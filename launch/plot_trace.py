@@ -19,19 +19,19 @@ from statistics import median
 from typing import Any
 
 from alspec.errors import UserError
-from alspec.launch.plots.plot_link import VERDICTS, draw_link, link_outcomes, relabel
+from alspec.launch.plots.plot_link import LINK_STYLES, draw_link, link_outcomes, relabel
 from alspec.launch.terminal.flags import Parser, check_picture
 from alspec.launch.terminal.output import exit_code, writing
 
 __all__ = ["main"]
 
 COLORS = {
-    "prefill": "#e6e6e6",
-    "embed": "#e6e6e6",
+    "prefill": "#f2f2f2",
+    "embed": "#d8cfb4",
     "pre_attention": "#7aa6c2",
     "predictor": "#e8a33d",
     "full_attention": "#c8553d",
-    "attention": "#c8553d",
+    "attention": "#dd8f7d",
     "handover": "#d9d9d9",
     "verdict": "#8f8f8f",
     "post_attention": "#4f8a5b",
@@ -70,11 +70,11 @@ def _run(argv: list[str] | None) -> int:
     parser.add_argument("trace", type=Path, help="file written by --trace of generate.py or latency.py, plain or .gz")
     parser.add_argument("picture", type=Path, help="PNG, SVG or PDF to write")
     parser.add_argument("--step", type=int, required=True, help="decode step to draw")
-    parser.add_argument("--layers", default="0:4", help="first:last layer (the last one is not drawn)")
+    parser.add_argument("--layers", help="first:last layer (the last one is not drawn); default: the first four")
     parser.add_argument("--title", default="", help="what was run, and where")
     args = parser.parse_args(argv)
     check_picture("picture", args.picture)
-    first, last = _layers(args.layers)
+    wanted = None if args.layers is None else _layers(args.layers)
     bars, run, forced = _read(args.trace)
     found = spec_outputs(bars)
     if not found and not is_linked(bars):
@@ -82,9 +82,13 @@ def _run(argv: list[str] | None) -> int:
             f"trace: {args.trace} has no pair: no rank computes on the A~ of another rank; trace one with "
             "generate.py --speculation paired or latency.py --modes paired"
         )
+    first, last = wanted or (0, 4)
+    end = 1 + max(bar["layer"] for bar in bars)  # the LM head counts as a layer behind the last one
+    if wanted and last > end:
+        raise UserError(f"flags: --layers: expected layers within 0:{end}, as {args.trace} has, found {args.layers!r}")
     chosen = [bar for bar in bars if bar["step"] == args.step and first <= bar["layer"] < last]
     if not chosen:
-        raise UserError(f"trace: {args.trace} has no operation of step {args.step}, layers {args.layers}")
+        raise UserError(f"trace: {args.trace} has no operation of step {args.step}, layers {first}:{last}")
     with writing(args.picture):
         _draw(chosen, args.picture, "; ".join(filter(None, (args.title or run, forced))))
     for line in filter(None, (run, forced)):
@@ -322,13 +326,13 @@ def _draw_lanes(bars: list[dict[str, Any]], picture: Path, title: str) -> None:
     axes.set_title(title, parse_math=False, fontsize=10)
     shown = {part["op"] for part in parts if part["end"] - part["begin"] > VISIBLE * width}
     names = [name for name in COLORS if name in shown]
-    verdicts = VERDICTS if linked else {}
+    added = LINK_STYLES if linked else {}
     axes.legend(
         handles=[
             Patch(facecolor=COLORS[name], hatch=HATCHES.get(name), edgecolor="white", label=LABELS.get(name, name))
             for name in names
         ]
-        + [Patch(facecolor=color, label=name) for name, color in verdicts.items()],
+        + [Patch(facecolor=color, label=name) for name, color in added.items()],
         ncols=len(names),
         loc="upper center",
         bbox_to_anchor=(0.5, -0.4 / len(ranks)),

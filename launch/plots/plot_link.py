@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["VERDICTS", "draw_link", "link_outcomes", "messages_taken", "relabel", "verdict_spans"]
+__all__ = ["LINK_STYLES", "VERDICTS", "draw_link", "link_outcomes", "messages_taken", "relabel", "verdict_spans"]
 
 Bar = dict[str, Any]
 
+# No colour of an operation in plot_trace.py is here.
 VERDICTS = {
-    "accepted, x taken": "#4f8a5b",
-    "accepted, no right x in time": "#e8a33d",
-    "rejected": "#c8553d",
+    "accepted, x taken": "#17a2a2",
+    "accepted, no right x in time": "#f6ea6a",
+    "rejected": "#b5179e",
 }
+_RESTART = "#6b4423"  # arrows of x that the speculator takes
+LINK_STYLES = VERDICTS | {"x taken by the speculator": _RESTART}
 STRIP = 0.07  # height of the strip with verdicts
 
 
@@ -110,7 +113,7 @@ def draw_link(axes: Any, bars: list[Bar], zero: float, half: float) -> None:
         axes.broken_barh([(begin - zero, end - begin)], (rank - half - 1.5 * STRIP, STRIP), facecolors=VERDICTS[name])
     for message in messages_taken(bars):
         toward = 1 if message["rank"] > message["source"] else -1
-        color = VERDICTS["accepted, x taken"] if message["to"] == "verifier" else VERDICTS["rejected"]
+        color = VERDICTS["accepted, x taken"] if message["to"] == "verifier" else _RESTART
         axes.annotate(
             "",
             (message["taken"] - zero, message["rank"] - half * toward),

@@ -78,6 +78,44 @@ def test_the_arrow_of_a_spec_output_joins_neighbouring_lanes(
     assert abs(head[1] - tail[1]) == pytest.approx(1 - 2 * plot_trace.HALF)
 
 
+def test_each_meaning_has_its_own_style() -> None:
+    """Operations differ in colour; verdicts and arrows are far from all of them."""
+    styles = [(color, plot_trace.HATCHES.get(name)) for name, color in plot_trace.COLORS.items()]
+    styles += [(color, None) for color in plot_link.LINK_STYLES.values()]
+    colors = [tuple(int(color[at : at + 2], 16) for at in (1, 3, 5)) for color, _ in styles]
+    assert len(set(colors)) == len(styles)
+    linked = colors[len(plot_trace.COLORS) :]
+    for index, color in enumerate(colors):
+        for other in linked:
+            if other is not color:
+                assert sum(abs(a - b) for a, b in zip(color, other, strict=True)) > 60, (index, color, other)
+
+
+def test_the_speculators_arrows_are_no_verdict(tmp_path: Path) -> None:
+    path, _ = linked_trace(tmp_path)
+    bars, _, _ = plot_trace._read(path)
+    axes = mock.Mock()
+    plot_link.draw_link(axes, bars, 0.0, plot_trace.HALF)
+    found = {call.kwargs["arrowprops"]["color"] for call in axes.annotate.call_args_list}
+    names = {name for name, color in plot_link.LINK_STYLES.items() if color in found}
+    assert names == {"accepted, x taken", "x taken by the speculator"}
+
+
+@pytest.mark.parametrize(("layers", "code"), [("0:13", 0), ("10:99", 2), ("13:14", 2), ("30:99", 2)])
+def test_layers_that_the_trace_does_not_have(
+    layers: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """12 layers and the LM head behind them."""
+    pytest.importorskip("matplotlib")
+    path, _ = linked_trace(tmp_path)
+    assert plot_trace.main([str(path), str(tmp_path / "picture.png"), "--step", "1", "--layers", layers]) == code
+    if code:
+        err = capsys.readouterr().err
+        assert err.startswith("alspec: exit 2: flags: --layers: expected layers within 0:13, as ")
+        assert err.endswith(f"trace.json has, found '{layers}'\n")
+        assert not (tmp_path / "picture.png").exists()
+
+
 @pytest.mark.parametrize("fault", ["cut off", "damaged"])
 def test_a_broken_compressed_trace_is_one_error_line(fault: str, tmp_path: Path) -> None:
     data = gzip.compress(json.dumps({"traceEvents": [{"ph": "M"}] * 50}).encode())
