@@ -278,19 +278,22 @@ def _finished(weights: LayerWeights, config: LlamaConfig, shard: Shard, rotation
     return _quantised_layer(weights, config, shard.tp_size)
 
 
-def _quantised_layer(weights: LayerWeights, config: LlamaConfig, tp_size: int) -> LayerWeights:
-    """Quantise a layer's matrices, if `config.weights` says so."""
+def _quantised_layer(
+    weights: LayerWeights, config: LlamaConfig, tp_size: int, values_of: Callable[[Any], Tensor] = lambda weight: weight
+) -> LayerWeights:
+    """Quantise a layer's matrices, if `config.weights` says so. values_of: of a matrix that is packed."""
     if config.weights == "auto":
         return weights
     matrices: dict[str, Any] = {}
     for name in MATRICES:
-        matrices[name] = quantised(getattr(weights, name), config, tp_size, name)
+        matrices[name] = quantised(values_of(getattr(weights, name)), config, tp_size, name)
     return replace(weights, **matrices)
 
 
-def quantised_copy(weights: LlamaWeights, config: LlamaConfig, tp_size: int) -> LlamaWeights:
+def quantised_copy(model: Llama, config: LlamaConfig, tp_size: int) -> LlamaWeights:
     """The same weights with quantised matrices, as `config.weights` says; everything else is shared."""
-    return replace(weights, layers=tuple(_quantised_layer(layer, config, tp_size) for layer in weights.layers))
+    layers = (_quantised_layer(layer, config, tp_size, model.values_of) for layer in model.weights.layers)
+    return replace(model.weights, layers=tuple(layers))
 
 
 def _pad_heads(weights: LayerWeights, config: LlamaConfig) -> LayerWeights:
@@ -504,15 +507,19 @@ class Llama:
 
     def _product(self, x: Tensor, weight: Tensor | DecodeWeight, bias: Tensor | None) -> Tensor:
         """`x W^T + bias` through the library, of a packed weight on its values in the dtype of x."""
-        if isinstance(weight, DecodeWeight):
-            assert self.unpacked is not None
-            room = self.unpacked[: weight.shape[0] * weight.shape[1]].view(weight.shape)
-            if room.is_cuda:
-                unpack_weight(weight, room)
-            else:
-                room.copy_(weight.dequantise(room.dtype))
-            weight = room
-        return self._linear(x, weight, bias)
+        return self._linear(x, self.values_of(weight), bias)
+
+    def values_of(self, weight: Tensor | DecodeWeight) -> Tensor:
+        """The values of a matrix; those of a packed one lie in a buffer that the next packed one takes."""
+        if isinstance(weight, Tensor):
+            return weight
+        assert self.unpacked is not None
+        room = self.unpacked[: weight.shape[0] * weight.shape[1]].view(weight.shape)
+        if room.is_cuda:
+            unpack_weight(weight, room)
+        else:
+            room.copy_(weight.dequantise(room.dtype))
+        return room
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[n] integers -> x [n, hidden] fp32."""

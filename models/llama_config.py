@@ -172,6 +172,13 @@ class LlamaConfig(Frozen):
         return None if self.weights == "auto" else self.weights
 
     @property
+    def quantised_bits(self) -> int:
+        """Bits of a code of quantised weights, the fewest of all schemes."""
+        if self.quantisation is not None:
+            return min(group.scheme.bits for group in self.quantisation.groups)
+        return 8 if self.weights == "fp8" else 4
+
+    @property
     def weights_in_rows(self) -> str | None:
         """`quantised_as` for measurement rows, which also say if a run used the values in another dtype."""
         name = self.quantised_as

@@ -158,7 +158,7 @@ class Drafting:
             self.most_tokens = self.model_config.longest_context - 2 * self.num_rows
         if self.copy_config is not None and self.model is None:
             tp_size = self.choices.placement.tp_size
-            self.model = Llama(self.copy_config, quantised_copy(model.weights, self.copy_config, tp_size), transport)
+            self.model = Llama(self.copy_config, quantised_copy(model, self.copy_config, tp_size), transport)
             self.model.inv_freq = model.inv_freq  # they follow the total length, which is set in the model alone
         policy = DraftPolicy(self.config.draft_always)
         tp_size = self.choices.placement.tp_size
@@ -235,17 +235,19 @@ def _copy_config(config: EngineConfig, target: LlamaConfig, choices: Choices) ->
     """The model with the weights of `--draft-weights`; None without them.
 
     Raises:
-        UserError: the model's weights are quantised already, or cannot be divided into groups.
+        UserError: the model's weights have no more bits than the copy, or cannot be divided into groups.
     """
     if config.draft_weights == "auto":
         return None
-    if target.quantised_as is not None:
+    bits = 8 if config.draft_weights == "fp8" else 4
+    if target.quantised_as is not None and target.quantised_bits <= bits:
         raise UserError(
-            f"draft_weights: {config.draft_weights} copies weights that are not quantised, found "
+            f"draft_weights: {config.draft_weights} copies weights of more than {bits} bits, found "
             f"{target.quantised_as}; leave it out"
         )
     copied = config.model_copy(update={"weights": config.draft_weights})
-    return with_weights(copied, target, choices.placement.tp_size, choices.packs_weights)
+    plain = target.model_copy(update={"quantisation": None})  # the copy is made of the values
+    return with_weights(copied, plain, choices.placement.tp_size, choices.packs_weights)
 
 
 def check_draft_tokenizer(config: EngineConfig, target: LlamaConfig, model: LlamaConfig | None) -> None:

@@ -40,6 +40,28 @@ def test_generate_says_what_the_weights_are(run: Run, tmp_path: Path) -> None:
     assert out
 
 
+def test_a_copy_of_a_quantised_checkpoint_drafts(run: Run, tmp_path: Path) -> None:
+    """An INT4 copy of FP8 weights: the text is that of the FP8 weights. A copy with as many bits is refused."""
+    folders = {name: tmp_path / name for name in ("fp8-block", "awq")}
+    for name, folder in folders.items():
+        save_quantised(folder, name)
+    flags = ("--transport", "gloo", "--prompt-ids", "3,77,12,140", "--max-new-tokens", 9, "--ignore-eos")
+    fp8 = ("--model", folders["fp8-block"], *flags)
+    _, expected, _ = run(*fp8)
+    copy = ("--draft", "self", "--draft-always", "--draft-weights")
+    code, out, err = run(*fp8, *copy, "int4-g32")
+    assert (code, out) == (0, expected), err
+    assert "drafts: self, weights int4 (groups of 32), dequantised to fp32, up to 4: " in err
+    for model, given, bits, found in (
+        (folders["fp8-block"], "fp8", 8, r"fp8 (compressed-tensors, blocks of 128 x 128)"),
+        (folders["awq"], "int4-g32", 4, "int4 (awq, groups of 32)"),
+        (folders["awq"], "fp8", 8, "int4 (awq, groups of 32)"),
+    ):
+        code, _, err = run("--model", model, *flags, *copy, given)
+        reason = f"draft_weights: {given} copies weights of more than {bits} bits, found {found}; leave it out\n"
+        assert (code, err) == (2, f"alspec: exit 2: {reason}")
+
+
 def test_rows_say_that_weights_were_dequantised(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_quantised(tmp_path, "awq")
     flags = ["--model", tmp_path, "--transport", "gloo", "--contexts", 16, "--steps", 1, "--rows", tmp_path / "rows"]

@@ -23,7 +23,7 @@ from alspec.errors import UserError
 from alspec.kernels.kv_codec.turboquant.rotation import rotation
 from alspec.kernels.linear.decode_weight import DecodeWeight
 from alspec.models.checkpoint.source import model_config, open_checkpoint
-from alspec.models.llama import Llama, LlamaWeights, Shard, load_weights
+from alspec.models.llama import Llama, LlamaWeights, Shard, load_weights, quantised_copy
 from alspec.models.llama_config import LlamaConfig
 from alspec.models.matrix_formats import MATRICES
 from alspec.runtime.distributed.placement import Placement
@@ -223,6 +223,28 @@ def test_the_head_is_quantised(weights: str, tied: bool, tmp_path: Path, monkeyp
     for found, right in logits:
         close(found, right)
     assert config.weights_name("fp32") == {"auto": "fp32", "int4": "int4 (groups of 128)"}[weights] + ", LM head fp8"
+
+
+@pytest.mark.parametrize("name", ["fp8-block", "fp8-tensor"])
+def test_an_int4_copy_of_packed_fp8(name: str, tmp_path: Path) -> None:
+    """It is made of the FP8 values, one matrix at a time, and leaves the model as it is."""
+    save_quantised(tmp_path, name)
+    copies = []
+    for packs in (True, False):
+        config, weights = load(tmp_path, Shard(), BF16, packs)
+        settings = EngineConfig(model=tmp_path, weights="int4")
+        copied = with_weights(settings, config.model_copy(update={"quantisation": None}), 1, packs)
+        model = Llama(config, weights, Transport(Placement(), CPU, "gloo", None))
+        before = values_of(weights.layers[0].down, BF16).clone()
+        copies.append(quantised_copy(model, copied, 1))
+        assert torch.equal(values_of(weights.layers[0].down, BF16), before)
+    for layer, original in zip(copies[0].layers, weights.layers, strict=True):
+        for matrix in MATRICES:
+            kept, exact = getattr(layer, matrix), getattr(original, matrix).float()
+            assert isinstance(kept, DecodeWeight)
+            assert kept.format == "int4"
+            assert 0.01 < float((kept.dequantise(F32) - exact).norm() / exact.norm()) < 0.13
+    check_alike(*copies, BF16)
 
 
 def test_values_are_rotated_before_they_are_quantised(tmp_path: Path) -> None:
