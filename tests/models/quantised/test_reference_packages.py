@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
+import math
+from contextlib import nullcontext
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -35,6 +38,25 @@ def module_of(package: str, path: str) -> ModuleType:
     module = importlib.util.module_from_spec(file_spec)
     file_spec.loader.exec_module(module)
     return module
+
+
+def functions_of(package: str, path: str, names: tuple[str, ...], given: dict[str, Any]) -> dict[str, Any]:
+    """Functions and methods of one file of a package, by name, without the imports of that file.
+
+    given: the globals that they use. Skips the test without the package.
+    """
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip(f"{package} is not installed")
+    file = Path(spec.submodule_search_locations[0]) / path
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    nodes: list[ast.stmt] = [
+        node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name in names
+    ]
+    assert sorted(node.name for node in nodes if isinstance(node, ast.FunctionDef)) == sorted(names)
+    code = compile(ast.Module(nodes, []), str(file), "exec", flags=annotations.compiler_flag, dont_inherit=True)
+    exec(code, given)
+    return {name: given[name] for name in names}
 
 
 def open_folder(folder: Path) -> QuantisedCheckpoint:
@@ -91,6 +113,71 @@ def test_gptq(bits: int, is_ordered: bool, tmp_path: Path) -> None:
         tensors[f"{module}.scales"] = quantised.scales.half().contiguous()
         expected[module] = quantised(torch.eye(columns)).T
         assert torch.equal(expected[module], linear.weight)
+    save(tensors, tmp_path)
+    checkpoint = open_folder(tmp_path)
+    for module, weight in expected.items():
+        assert torch.equal(checkpoint.tensor_slice(f"{module}.weight"), weight), module
+
+
+@pytest.fixture
+def gptqmodel() -> type[torch.nn.Module]:
+    """GPTQModel's module as far as it packs and unpacks 4 and 8 bits; importing the package needs many others."""
+    import transformers
+
+    class Module(torch.nn.Module):
+        planar, pack_dtype, pack_dtype_bits = False, torch.int32, 32
+        pack_np_math_dtype, pack_np_dtype, enable_wf_unsqueeze = np.uint32, np.int32, True
+
+        def __init__(self, bits: int, columns: int) -> None:
+            super().__init__()
+            self.bits, self.in_features, self.maxq, self.pack_factor = bits, columns, 2**bits - 1, 32 // bits
+            self.dequant_dtype = torch.int16 if bits == 8 else torch.int8
+
+        def _wf_device(self) -> torch.device:
+            return CPU
+
+        def qzero_format(self, format: int) -> None:
+            """The version of the zero points, which the settings of a folder tell."""
+
+    limits = SimpleNamespace(threadpool_limits=lambda _: nullcontext())
+    given = {"t": torch, "np": np, "nn": torch.nn, "math": math, "transformers": transformers, "THREADPOOLCTL": limits}
+    given |= {"_ConvNd": torch.nn.modules.conv._ConvNd, "_torch_right_shift": torch.bitwise_right_shift}
+    methods = ("pack_original", "dequantize_weight", "_dequantize_from_codes", "_init_wf_unsqueeze_buffers")
+    found = functions_of("gptqmodel", "nn_modules/qlinear/__init__.py", methods, given)
+    log = SimpleNamespace(info=SimpleNamespace(once=lambda _: None))
+    convert = "convert_gptq_v2_to_v1_format_module"
+    given = {"torch": torch, "BaseQuantLinear": Module, "log": log}
+    found |= functions_of("gptqmodel", "utils/model.py", (convert,), given)
+    for name, function in found.items():
+        setattr(Module, "to_version_1" if name == convert else name, function)
+    return Module
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("stored", ["gptq", "gptq_v2"])
+@pytest.mark.parametrize("is_ordered", [False, True])
+def test_gptqmodel(bits: int, stored: str, is_ordered: bool, tmp_path: Path, gptqmodel: Any) -> None:
+    """GPTQModel packs, zero points of 0 included, and converts to version 1; expected is what it dequantises."""
+    save_quantised(tmp_path, "gptq-ordered" if is_ordered else "gptq")
+    edit_config(tmp_path, bits=bits, checkpoint_format=stored)
+    tensors, rng = load_file(tmp_path / "model.safetensors"), np.random.default_rng(4)
+    expected = {}
+    for module in {name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")}:
+        rows, columns = tensors[f"{module}.qweight"].shape[1], len(tensors[f"{module}.g_idx"])
+        linear, quantised = torch.nn.Linear(columns, rows, bias=False), gptqmodel(bits, columns)
+        scales = torch.from_numpy(rng.uniform(0.01, 0.03, (rows, columns // 32))).half().float()
+        zeros = torch.from_numpy(rng.integers(0, 2**bits, (rows, columns // 32))).float()
+        order = tensors[f"{module}.g_idx"].long()
+        codes = torch.from_numpy(rng.integers(0, 2**bits, (rows, columns))).float()
+        linear.weight.data = (codes - zeros[:, order]) * scales[:, order]
+        quantised.pack_original(linear, scales, zeros, order)
+        tensors[f"{module}.scales"] = quantised.scales.contiguous()
+        quantised.scales = scales.T
+        expected[module] = quantised.dequantize_weight().T
+        assert torch.equal(expected[module], linear.weight)
+        if stored == "gptq":
+            quantised.to_version_1(quantised)
+        tensors |= {f"{module}.{part}": getattr(quantised, part).contiguous() for part in ("qweight", "qzeros")}
     save(tensors, tmp_path)
     checkpoint = open_folder(tmp_path)
     for module, weight in expected.items():
