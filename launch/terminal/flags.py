@@ -32,6 +32,7 @@ from alspec.config import (
 from alspec.errors import UserError
 from alspec.launch.terminal.output import Finished, Outcome, is_dash, is_special, target_of
 from alspec.models.llama_config import LlamaConfig
+from alspec.runtime.distributed.failed_start import publish_failed_command
 from alspec.runtime.distributed.placement import Placement
 from alspec.yaml_file import dump_yaml, load_yaml
 
@@ -157,6 +158,7 @@ def parse_command(
         UserError: as `parse`; two flags that name one file.
         Finished: the configuration was printed.
     """
+    outcome.on_error = publish_failed_command
     words = sys.argv[1:] if argv is None else argv
     config, args = parse(parser, schema, words)
     outcome.is_debug = config.debug

@@ -106,6 +106,7 @@ class Outcome:
 
     is_debug: bool  # whether the traceback of an error is printed
     code: int = 0  # a command may set another one
+    on_error: Callable[[Exception], None] = lambda error: None  # called after the error is printed
 
 
 @contextlib.contextmanager
@@ -134,6 +135,7 @@ def exit_code(argv: list[str] | None) -> Iterator[Outcome]:
             if outcome.is_debug:
                 traceback.print_exc()
             outcome.code = report(error)
+            outcome.on_error(error)
         except KeyboardInterrupt:
             stdout.flush()
             outcome.code = _print_interrupted()

@@ -2,32 +2,45 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from alspec.config import EngineConfig
-from alspec.errors import UserError
+from alspec.errors import CannotConnectError, RankFailureError, UserError
+from alspec.runtime.distributed.failed_start import check_starts
 from alspec.runtime.distributed.placement import Placement
+from alspec.runtime.distributed.transport import STORE_GONE, TIMEOUT
 
 __all__ = ["Agreement", "fingerprint", "shared_settings"]
 
 SAMPLED_BYTES, SAMPLES = 4096, 64  # bytes of a sample, and samples of each file
 LONG, SHOWN = 128, 40  # characters: a longer value is compared by its beginning and a hash
-POLL_S = 0.005
-PATIENT_POLL_S = 0.02
+POLL_S = 0.02  # longest time from one look into the store to the next
+
+
+@contextlib.contextmanager
+def _needs_store() -> Iterator[None]:
+    try:
+        yield
+    except dist.DistError as error:
+        raise CannotConnectError(f"{STORE_GONE}: rank 0 or torchrun on its host has ended") from error
 
 
 class Agreement:
     """Exchanges of text between all ranks of a job.
 
     Every rank makes the same calls in the same order, except `gather_within`. With one rank nothing is exchanged.
+
+    Each call may raise `RankFailureError`: a rank failed before it had an engine, or did not come within ten minutes;
+    or `CannotConnectError`: the store is gone.
 
     Args:
         placement: this rank's.
@@ -43,20 +56,36 @@ class Agreement:
     def _key(self) -> str:
         return f"alspec/exchange/{next(self._calls)}"
 
+    def _wait(self, keys: list[str], is_patient: bool = False) -> None:
+        """Wait until all `keys` are set."""
+        assert self._store is not None
+        started = time.monotonic()
+        while not self._store.check(keys):
+            check_starts(self._store, self._placement)
+            waited_s = time.monotonic() - started
+            if waited_s > TIMEOUT.total_seconds() and not is_patient:
+                late = next(key for key in keys if not self._store.check([key]))
+                raise RankFailureError(f"rank {late.rpartition('/')[2]} did not come within {waited_s:.0f} s")
+            time.sleep(min(waited_s / 8, POLL_S))  # short at first: most waits are
+
+    @_needs_store()
     def exchange(self, text: str) -> list[str]:
         """The text of every rank, in rank order."""
         if self._store is None:
             return [text]
         key = self._key()
-        own = f"{key}/{self._placement.rank}"
+        keys = [f"{key}/{rank}" for rank in range(self._placement.world_size)]
+        own = keys[self._placement.rank]
         self._store.set(own, text)
-        texts = [self._store.get(f"{key}/{rank}").decode() for rank in range(self._placement.world_size)]
+        self._wait(keys)
+        texts = [self._store.get(each).decode() for each in keys]
         # Every rank has begun this call, so it has read all earlier keys. The keys of this call may still be read.
         for old in self._own_keys:
             self._store.delete_key(old)
         self._own_keys = [own]
         return texts
 
+    @_needs_store()
     def broadcast(self, text: str | None, is_patient: bool = False) -> str:
         """Rank 0's text, on every rank; the others pass None.
 
@@ -66,15 +95,15 @@ class Agreement:
         if self._store is None:
             assert text is not None
             return text
-        key = self._key()
+        key = f"{self._key()}/0"
         if self._placement.rank == 0:
             assert text is not None
             self._store.set(key, text)
             self._own_keys.append(key)
-        while is_patient and not self._store.check([key]):
-            time.sleep(PATIENT_POLL_S)
+        self._wait([key], is_patient)
         return str(self._store.get(key).decode())
 
+    @_needs_store()
     def gather_within(self, name: str, text: str, timeout_s: float) -> list[str]:
         """Return the texts of all ranks that call this within `timeout_s`, in rank order. Other ranks need not call it.
 
@@ -89,7 +118,7 @@ class Agreement:
         self._store.set(keys[self._placement.rank], text)
         deadline = time.monotonic() + timeout_s
         while not (is_complete := self._store.check(keys)) and time.monotonic() < deadline:
-            time.sleep(POLL_S)
+            time.sleep(POLL_S / 4)
         return [self._store.get(key).decode() for key in keys if is_complete or self._store.check([key])]
 
     def require_same(self, own: dict[str, Any]) -> None:

@@ -14,17 +14,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from alspec.errors import CannotConnectError, UserError, one_line
+from alspec.errors import CannotConnectError, RankFailureError, UserError, one_line
 from alspec.runtime.distributed.pair_link import PairLink
 from alspec.runtime.distributed.placement import Placement
 
-__all__ = ["NOTICE_S", "TIMEOUT", "PairMessage", "Transport", "agent_hosts_store", "connect_store"]
+__all__ = ["NOTICE_S", "STORE_GONE", "TIMEOUT", "PairMessage", "Transport", "agent_hosts_store", "connect_store"]
 
 # Longer than any normal wait; the heartbeat ends a job with a dead rank much earlier.
 TIMEOUT = timedelta(seconds=600)
 # A message may be expected while a user thinks: the heartbeat, not NCCL, ends a job with a dead rank.
 LINK_TIMEOUT = timedelta(days=7)
 PINGS = 10  # exchanges of which the fastest counts
+# torchrun's store is there before any rank: it is gone if it cannot be reached within this time.
+CONNECT_TIMEOUT = timedelta(seconds=5)
+STORE_GONE = "the job's key-value store is gone"
 NOTICE_S = 10.0  # ranks that wait longer than this for others print a notice
 
 # The server ends with the last store of this process, but other ranks may already be connected for their next engine.
@@ -54,7 +57,8 @@ def connect_store(placement: Placement) -> dist.Store:
     The agent's store outlives a failed attempt (torchrun --max-restarts), so each attempt has its own key prefix.
 
     Raises:
-        UserError: the address is missing or wrong, or the store cannot be reached.
+        UserError: the address is missing or wrong, or rank 0 cannot be reached.
+        RankFailureError: torchrun's store is gone.
     """
     if "MASTER_ADDR" not in os.environ or "MASTER_PORT" not in os.environ:
         raise UserError(
@@ -67,20 +71,25 @@ def connect_store(placement: Placement) -> dist.Store:
     notice = threading.Timer(NOTICE_S, lambda: print(f"alspec: waiting for {where}", file=sys.stderr, flush=True))
     notice.daemon = True
     notice.start()
+    has_agent = agent_hosts_store()
     try:
-        is_host = placement.rank == 0 and not agent_hosts_store()
+        is_host = placement.rank == 0 and not has_agent
         store = dist.TCPStore(
             address,
             int(port),
             world_size=placement.world_size,
             is_master=is_host,
-            timeout=TIMEOUT,
+            timeout=CONNECT_TIMEOUT if has_agent else TIMEOUT,
             multi_tenant=True,
         )
+        store.set_timeout(TIMEOUT)
         if is_host and not _hosted:
             _hosted.append(store)
         return dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     except dist.DistError as error:
+        if has_agent:
+            found = f"{STORE_GONE} from {address}:{port}"
+            raise RankFailureError(f"{found}: rank 0 or torchrun on its host has ended") from None
         why = str(error).splitlines()[0]
         raise UserError(f"cannot connect to {where}: {why}; start them all, or choose another MASTER_PORT") from None
     finally:

@@ -125,7 +125,6 @@ class Engine(Resources):
             Number of the new generation, the settings in force, and notices about them.
         """
         settings = sampling.model_dump(mode="json", include=set(SamplingConfig.model_fields))
-        self.heartbeat.start(self._release)
         with self.heartbeat.waiting(f"the start of generation {self._generations + 1}"):
             # First, because all ranks must refuse the same prompts.
             self.agreement.require_same({"prompt": spelled(prompt)} | settings)

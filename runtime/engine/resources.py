@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -20,6 +19,7 @@ from alspec.runtime.cache.codecs import Cache, check_softmax, fit_heads
 from alspec.runtime.decode.decode_step import DecodeStep
 from alspec.runtime.decode.rounds.row_append import RowAppend
 from alspec.runtime.distributed.agreement import Agreement
+from alspec.runtime.distributed.failed_start import new_job
 from alspec.runtime.distributed.placement import PeerMemory
 from alspec.runtime.distributed.transport import TIMEOUT, Transport, connect_store
 from alspec.runtime.engine import composition
@@ -38,8 +38,6 @@ from alspec.runtime.faults.heartbeat import LOADING, Heartbeat, pending_error
 from alspec.runtime.profiling.timeline import Timeline
 
 __all__ = ["Resources"]
-
-_JOBS = itertools.count()
 
 
 class Resources:
@@ -60,6 +58,25 @@ class Resources:
     _for_turns = False
 
     def __init__(self, config: EngineConfig, trace: bool = False) -> None:
+        with new_job() as job:
+            self._open(config, trace)
+            self._join(job)
+        self.timeline = Timeline(self.device, trace)
+        self.memory: MemoryPlan | None = None  # of what is loaded, cache included
+        self._weights_bytes = 0  # of the weights that are loaded
+        self.transport: Transport | None = None
+        self._peer_memory: PeerMemory | None = None
+        self.generation = Generation([])  # what `stream` serves, or served last: its requests and what was measured
+        self._step = 0
+        self._attempts = 0  # to run decode steps; a fault ends one
+        self._generations = 0  # begun so far
+        self._owner = 0  # the generation that may use the cache: the last one, unless a load came after it
+        self._lock = threading.RLock()  # one thread at a time loads, closes or takes a step
+        self._is_closed = False
+        self._is_warm = self.device.type != "cuda"
+
+    def _open(self, config: EngineConfig, trace: bool) -> None:
+        """Find every mistake in configuration and checkpoint."""
         self.config = config
         check_softmax(config)
         self.model_config = fit_heads(config.kv_cache, model_config(config))
@@ -75,27 +92,14 @@ class Resources:
         about_model = model_notices(config, self.checkpoint, self.model_config, self.dtype_name, tp_size)
         self.notices = [*about_model, *self._choices.notices]  # choices a user may not expect
         self._has_warned = False  # `stream` shows them once; commands print them
-        # Engines of one process have keys of their own; ranks create them in the same order.
-        job = f"alspec-{next(_JOBS)}"
+
+    def _join(self, job: str) -> None:
+        """Connect to the job's store. From now on the other ranks see whether this one is alive."""
         several = self.placement.world_size > 1
         self._store = dist.PrefixStore(job, connect_store(self.placement)) if several else None
         self.agreement = Agreement(self.placement, self._store)
         self.heartbeat = Heartbeat(self.placement, job=job)
-        if self._store is not None:
-            self.heartbeat.announce(self._store)
-        self.timeline = Timeline(self.device, trace)
-        self.memory: MemoryPlan | None = None  # of what is loaded, cache included
-        self._weights_bytes = 0  # of the weights that are loaded
-        self.transport: Transport | None = None
-        self._peer_memory: PeerMemory | None = None
-        self.generation = Generation([])  # what `stream` serves, or served last: its requests and what was measured
-        self._step = 0
-        self._attempts = 0  # to run decode steps; a fault ends one
-        self._generations = 0  # begun so far
-        self._owner = 0  # the generation that may use the cache: the last one, unless a load came after it
-        self._lock = threading.RLock()  # one thread at a time loads, closes or takes a step
-        self._is_closed = False
-        self._is_warm = self.device.type != "cuda"
+        self.heartbeat.start(self._release)
 
     @classmethod
     def from_pretrained(cls, model: str | Path | None = None, **options: Any) -> Self:
@@ -161,7 +165,6 @@ class Resources:
         held = self._weights_bytes + (self.cache.num_bytes if "cache" in vars(self) else 0)
         if self.memory is not None:  # a draft model's cache, too
             held = self._weights_bytes + self.memory.cache_bytes
-        self.heartbeat.start(self._release)
         with self.heartbeat.waiting("load"):
             self._catch_up(self.agreement.exchange)
             # The rank with the least memory decides for all.

@@ -32,7 +32,7 @@ from alspec.errors import (
     tell_torchrun,
 )
 from alspec.runtime.distributed.placement import Placement
-from alspec.runtime.distributed.transport import NOTICE_S, TIMEOUT, agent_hosts_store, connect_store
+from alspec.runtime.distributed.transport import NOTICE_S, STORE_GONE, TIMEOUT, agent_hosts_store, connect_store
 from alspec.runtime.faults.processes import born, host, kill_stalled, process_state
 from alspec.runtime.faults.signals import SignalWatch
 
@@ -49,15 +49,16 @@ LOAD_LIMIT_S = 60.0
 # Python's lock (a large json.load, a regular expression), and gets as much time as while it reads weights. A smaller
 # share means a deadlock: CPU time from before the deadlock, at most one period, is a small share of the limit.
 BUSY_SHARE = 0.15
-STORE_GONE = "the job's key-value store is gone"
 # Ranks on the store's host that end leave the others this time to read why.
 LAST_WORDS_S = 3 * PERIOD_S
+# All ranks may find the same mistake at once: each has this time to report it as its own.
+OWN_ERROR_S = 0.2
 
 
 class Heartbeat:
     """Publishes this rank's beat, reads the others', and exits with code 5 when a rank is lost.
 
-    Call `announce`, then `start` before this rank first needs others. Call `mark` before each operation, use `waiting`
+    Call `start` before this rank first needs others. Call `mark` before each operation, use `waiting`
     around what other ranks take part in, and call `stop` before the process ends normally. A process that ends without
     `stop` leaves as described in `start`. Ranks that wait for each other in different places forever end with an error.
 
@@ -96,11 +97,6 @@ class Heartbeat:
         self._store: dist.Store | None = None
         # Called before the last line of this process, so that a command can end an unfinished line of stdout.
         self.end_output: Callable[[], None] = _flush_stdout
-
-    def announce(self, store: dist.Store) -> None:
-        """Publish one beat in the store of this `job`. From now on the others can see whether this process ended."""
-        self._store = store
-        self._beat()
 
     def start(self, release: Callable[[], None] | None = None) -> None:
         """Start the heartbeat thread. Does nothing when called again, or with one rank.
@@ -200,8 +196,7 @@ class Heartbeat:
         self._publish_end("closed" if has_met else "unmet")
 
     def _publish_end(self, ended: Literal["closed", "unmet", "left"]) -> None:
-        is_unstarted = self._thread is None and self._store is not None
-        if self._end_watch() or is_unstarted:
+        if self._end_watch():
             self._ended = self._ended or ended
             with contextlib.suppress(dist.DistError, RuntimeError):
                 self._beat()
@@ -295,7 +290,7 @@ class Heartbeat:
             beat = self._seen[0][0]
             where = f"step {beat['step']}, operation {beat['op']}"
             return RankFailureError(f"rank 0 died at {where}, or torchrun on its host: {STORE_GONE}")
-        return RankFailureError(f"{STORE_GONE}: torchrun (or rank 0) died")
+        return RankFailureError(f"{STORE_GONE}: rank 0 or torchrun on its host has ended")
 
     def publish_error(self, cause: AlspecError) -> None:
         """Publish why this process is about to exit; the other ranks repeat it."""
@@ -335,7 +330,6 @@ class Heartbeat:
                 "counter": self._counter,
                 "step": step,
                 "op": operation,
-                "has_started": self._thread is not None,
                 "waits": self._waits,
                 "is_stuck": self._is_stuck(),
                 "grace_s": LOAD_LIMIT_S if operation == LOADING else self._patience_s,
@@ -375,6 +369,8 @@ class Heartbeat:
                 is_store_gone = True
             if is_store_gone and (self._is_stuck() or not self._store_host_has_left()):
                 lost = self._store_gone_error()
+            if lost and any(beat["cause"] for beat, *_ in self._seen.values()):
+                self._stopped.wait(OWN_ERROR_S)
             if lost and not self._has_failed and not self._stopped.is_set():
                 self.end_process(lost)
             if terminated_at is not None:
@@ -490,9 +486,6 @@ def _dead_rank_error(
         return RankFailureError(f"rank {rank} closed its engine at {where} without waiting for the others")
     if beat["ended"]:
         return RankFailureError(f"rank {rank} left at {where} without closing its engine")
-    if state == "dead" and not beat["has_started"]:
-        line = f"rank {rank} ended at {where}, before it joined the job; see its own output above for the cause"
-        return RankFailureError(line)
     if state == "dead":
         return RankFailureError(f"rank {rank} died at {where}; see its own output above for the cause")
     return None
@@ -510,7 +503,7 @@ def _stalled_rank_error(
         cpu_s: CPU time of its process in that time.
         limit_s: shortest time that a rank without a beat is tolerated.
     """
-    if beat["ended"] or not beat["has_started"]:
+    if beat["ended"]:
         return None
     is_busy = state == "running" and cpu_s > BUSY_SHARE * silent_s
     if silent_s <= max(limit_s, beat["grace_s"], LOAD_LIMIT_S if is_busy else 0.0):

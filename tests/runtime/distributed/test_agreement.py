@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from alspec.errors import UserError
+from alspec.errors import CannotConnectError, RankFailureError, UserError
+from alspec.runtime.distributed import agreement as module
 from alspec.runtime.distributed.agreement import Agreement
 from alspec.runtime.distributed.placement import Placement
 
@@ -103,3 +104,41 @@ def test_no_rank_waits_after_all_have_come() -> None:
     for found in on_ranks(dist.HashStore(), work):
         assert found == [[f"{call} of {rank}" for rank in range(WORLD)] for call in range(3)]
     assert time.monotonic() - started < 10.0
+
+
+@pytest.mark.parametrize("call", ["exchange", "broadcast"])
+def test_ranks_name_one_that_failed_before_it_had_an_engine(call: str) -> None:
+    """They wait for it, which is rank 0 as a broadcast needs it."""
+    store = dist.HashStore()
+    store.set("job/failed_start/cause", "rank 0 ended before it had an engine: no such file")
+
+    def work(agreement: Agreement, rank: int) -> None:
+        if rank == 0:
+            return
+        with pytest.raises(RankFailureError, match=r"^rank 0 ended before it had an engine: no such file$"):
+            getattr(agreement, call)("")
+
+    on_ranks(store, work)
+    assert store.check(["job/failed_start/1", "job/failed_start/2"]), "the failed rank would wait for its readers"
+
+
+def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "TIMEOUT", timedelta(seconds=1))
+
+    def work(agreement: Agreement, rank: int) -> None:
+        if rank == 1:
+            return
+        with pytest.raises(RankFailureError, match=r"^rank 1 did not come within 1 s$"):
+            agreement.exchange("")
+
+    on_ranks(dist.HashStore(), work)
+
+
+@pytest.mark.parametrize("call", ["exchange", "broadcast"])
+def test_a_lost_store_is_one_line(call: str) -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", server.port, is_master=False)
+    del server
+    line = "^the job's key-value store is gone: rank 0 or torchrun on its host has ended$"
+    with pytest.raises(CannotConnectError, match=line):
+        getattr(Agreement(Placement(1, WORLD), client), call)("")

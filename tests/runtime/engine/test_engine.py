@@ -332,6 +332,7 @@ def test_a_pair_that_was_not_requested_is_a_notice(
     (tmp_path / "config.json").write_text(json.dumps(raw | sizes), encoding="utf-8")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(resources, "connect_store", lambda placement: dist.HashStore())
+    monkeypatch.setattr(resources.Heartbeat, "start", lambda heartbeat, release: None)
     engine = Engine.from_pretrained(random_weights=str(tmp_path), transport="gloo", speculation=mode)
     assert engine.mode == ("off" if (mode, heads) == ("auto", 4) else "paired")
     line = "a pair, because heads do not divide over 2 ranks; A~ within lambda 0.1 is accepted"

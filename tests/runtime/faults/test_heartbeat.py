@@ -401,7 +401,7 @@ def test_ranks_that_wait_in_different_places_end(other: str, line: str, tiny_fol
 
 
 SOON_GONE = {
-    "ends": ("sys.exit(0)", "rank 1 ended at step 0, operation start, before it joined the job; see its own .+"),
+    "ends": ("sys.exit(0)", "rank 1 left at step 0, operation start without closing its engine"),
     "closes": ("engine.close(); time.sleep(60)", "rank 1 closed its engine at step 0, operation start without .+"),
     # Rank 1 took part, and dies before a beat tells its step.
     "killed": ("next(stream(engine)); os.kill(os.getpid(), 9)", "rank 1 died at step .+"),
@@ -543,7 +543,6 @@ SILENCES = {
     "another host, with a grace period": ({"grace_s": 60.0}, "silent", 59.0, False),
     "after the grace period": ({"grace_s": 60.0}, "running", 61.0, True),
     "closed meanwhile": ({"ended": "closed"}, "silent", 61.0, False),
-    "not started": ({"has_started": False}, "silent", 61.0, False),
 }
 
 
@@ -552,7 +551,7 @@ def test_a_rank_without_beats_is_lost_after_its_limit(
     said: dict[str, Any], state: str, silent_s: float, is_lost: bool
 ) -> None:
     """Only the beats tell anything about a process on another host. A rank may announce that it will be silent."""
-    beat = {"step": 7, "op": "decode", "ended": "", "has_started": True, "grace_s": 0.0} | said
+    beat = {"step": 7, "op": "decode", "ended": "", "grace_s": 0.0} | said
     lost = heartbeat._stalled_rank_error(1, beat, state, silent_s, cpu_s=0.0, limit_s=4.0)
     line = f"rank 1 stalled at step 7, operation decode: {state}, no heartbeat for {silent_s:.1f} s"
     assert str(lost) == (line if is_lost else "None")
