@@ -308,7 +308,7 @@ class GenerateConfig(CommandConfig, EngineConfig, SamplingConfig):
         description="write all measurements to this file; - for standard output, which then has no other text",
     )
     trace: FilePath | None = Field(
-        default=None, description="write a Perfetto trace of all ranks' operations to this file"
+        default=None, description="write a Perfetto trace of all ranks' operations, and rounds of --draft, to this file"
     )
     color: bool = Field(default=False, description="shade each token by its speculation hit rate, on a terminal")
 
@@ -363,7 +363,10 @@ class LatencyConfig(CommandConfig, EngineConfig, ChoiceConfig):
     json_file: FilePath | None = Field(
         default=None, alias="json", description="write all samples of all ranks to this file"
     )
-    plot: FilePath | None = Field(default=None, description="write a picture of ms/token against context to this file")
+    plot: FilePath | None = Field(
+        default=None,
+        description="write a picture of ms/token against context to this file; with --draft, of ms/round and tokens/s",
+    )
     trace: FilePath | None = Field(
         default=None, description="write a Perfetto trace of some steps of the last context, all ranks, to this file"
     )

@@ -20,8 +20,8 @@ from rich.table import Table
 from alspec.config import ChoiceConfig, HitRates, LatencyConfig, SamplingConfig
 from alspec.errors import AlspecError, UserError
 from alspec.kernels.common.limits import max_batch
-from alspec.launch.latency_rounds import check_rounds, rounds_table, sweep_rounds
-from alspec.launch.plots.plot_latency import draw
+from alspec.launch.latency_rounds import Measured, check_rounds, rounds_table, rounds_title, sweep_rounds
+from alspec.launch.plots.plot_latency import draw, draw_rounds
 from alspec.launch.terminal.display import StatusLine
 from alspec.launch.terminal.flags import (
     Parser,
@@ -58,14 +58,14 @@ from alspec.runtime.profiling.timeline import trace_json
 __all__ = ["main"]
 
 CONTEXTS = (1024, 8192, 32768, 131072)
-Measured = tuple[dict[str, Any], Profile]  # a row, and the profile behind it
 EPILOG = (
     "The time of a step is that of its slowest rank. On GPUs it comes from the device's clock, over a cache of random"
     " numbers; on the CPU, and in eager steps, from the host's clock. Hit rates of real verdicts need a text"
     " (--prompt-file). With a text, context + steps must not exceed the model's maximum. --trace profiles further"
     " captured steps after the measured ones. Profiling slows the traced steps, not the measured ones. For a pair,"
     " --trace also writes one row per layer part (bench decode_parts, over a link link_parts). Without a CUDA graph,"
-    " --trace records the measured steps and everything before them."
+    " --trace records the measured steps and everything before them. With --draft, --trace records the rounds of the"
+    " last context while they are measured: times, drafts and accepted ones; of eager rounds also the operations."
 )
 
 
@@ -96,13 +96,6 @@ def _run(config: LatencyConfig, command: str) -> int:
     if Placement.from_environment().rank == 0 and results:
         _write(config, results)
     return 0
-
-
-def _measure_rounds(config: LatencyConfig, engine: Engine, command: str, status: StatusLine) -> None:
-    """Measure rounds over one cache, and show them."""
-    rows = sweep_rounds(config, engine, _contexts(config, engine), command, status)
-    if engine.placement.rank == 0:
-        result_console(config.rows, width=130).print(rounds_table(rows))
 
 
 @contextlib.contextmanager
@@ -209,10 +202,6 @@ def _contexts(config: LatencyConfig, engine: Engine) -> list[int]:
 def _measure(config: LatencyConfig, command: str, results: list[Measured]) -> None:
     """Measure one mode over one cache, with a new engine. Append each result to `results` at once."""
     engine = Engine(config)
-    if config.draft != "off":
-        with guarded(engine.heartbeat, OUT_OF_MEMORY), StatusLine(engine.placement.rank == 0) as status:
-            _measure_rounds(config, engine, command, status)
-        return
     contexts = _contexts(config, engine)
     text_ids = None if config.prompt_file is None else read_text_ids(config.prompt_file, engine)
     rates = config.hit_rates if config.speculation.mode == "paired" else ("real",)
@@ -222,7 +211,10 @@ def _measure(config: LatencyConfig, command: str, results: list[Measured]) -> No
         _show_if_stopped(results, config),
         StatusLine(engine.placement.rank == 0) as status,
     ):
-        _sweep(config, engine, contexts, rates, text_ids, command, results, status)
+        if config.draft == "off":
+            _sweep(config, engine, contexts, rates, text_ids, command, results, status)
+        else:
+            sweep_rounds(config, engine, contexts, text_ids, command, results, status)
 
 
 def _sweep(
@@ -319,16 +311,20 @@ def _write(config: LatencyConfig, results: list[Measured]) -> None:
     rows = [row for row, _ in results]
     _show(results, config)
     if config.json_file is not None:
-        samples = [{"case": row["case"], "step_us": profile.step_us} for row, profile in results]
+        samples = [{"case": row["case"]} | profile.samples for row, profile in results]
         everything = {"rows": rows, "samples": samples, "config": config.model_dump(mode="json", by_alias=True)}
         write_text(config.json_file, json.dumps(everything))
     if config.plot is not None:
         with writing(config.plot):
-            draw(config.plot, rows, _title(rows[0]))
+            if config.draft == "off":
+                draw(config.plot, rows, _title(rows[0]))
+            else:
+                draw_rounds(config.plot, rows, rounds_title(rows[0]))
 
 
 def _show(results: list[Measured], config: LatencyConfig) -> None:
-    result_console(config.rows, config.json_file, config.trace, width=130).print(_table(results))
+    table = _table(results) if config.draft == "off" else rounds_table([row for row, _ in results])
+    result_console(config.rows, config.json_file, config.trace, width=130).print(table)
 
 
 def _row(
@@ -434,6 +430,7 @@ def _table(results: list[Measured]) -> Table:
     ):
         table.add_column(name, justify="left" if name in ("mode", "cache") else "right")
     for row, profile in results:
+        assert isinstance(profile, Profile)
         times = [f"{row['us'][name] / 1e3:.3f}" for name in ("p50", "p20", "p80", "p99")]
         read = ["-", "-", "-"]
         if _has_share(row):

@@ -10,16 +10,18 @@ from alspec.config import HitRate, LatencyConfig
 from alspec.errors import UserError
 from alspec.launch.terminal.display import StatusLine
 from alspec.launch.terminal.flags import notify
-from alspec.launch.terminal.output import append_rows
-from alspec.launch.terminal.prompts import read_text_ids
+from alspec.launch.terminal.output import append_rows, write_text
 from alspec.models.checkpoint.source import model_name
 from alspec.runtime.decode.rounds.captured_round import CapturedRoundStep
 from alspec.runtime.engine.engine import Engine
-from alspec.runtime.profiling.profile import RoundProfile, cache_tokens, measure_rounds, prepare
+from alspec.runtime.profiling.profile import Profile, RoundProfile, cache_tokens, measure_rounds, prepare
 from alspec.runtime.profiling.provenance import provenance
 from alspec.runtime.profiling.stats import spread
+from alspec.runtime.profiling.timeline import trace_json
 
-__all__ = ["check_rounds", "rounds_table", "sweep_rounds"]
+__all__ = ["Measured", "check_rounds", "rounds_table", "rounds_title", "sweep_rounds"]
+
+Measured = tuple[dict[str, Any], Profile | RoundProfile]  # a row, and the profile behind it
 
 
 def check_rounds(config: LatencyConfig) -> None:
@@ -34,22 +36,30 @@ def check_rounds(config: LatencyConfig) -> None:
         return
     if config.modes != ("off",):
         raise UserError(f"flags: --modes: --draft needs off, found {','.join(config.modes)}; leave --modes out")
-    for name, value in (("--trace", config.trace), ("--plot", config.plot), ("--json", config.json_file)):
-        if value is not None:
-            raise UserError(f"flags: {name}: not for rounds; leave it out, or use --draft off")
 
 
 def sweep_rounds(
-    config: LatencyConfig, engine: Engine, contexts: list[int], command: str, status: StatusLine
-) -> list[dict[str, Any]]:
-    """Measure rounds over one cache at each context; returns the rows, which rank 0 also appends to the file."""
+    config: LatencyConfig,
+    engine: Engine,
+    contexts: list[int],
+    text_ids: list[int] | None,
+    command: str,
+    results: list[Measured],
+    status: StatusLine,
+) -> None:
+    """Measure rounds over one cache at each context. Append each result to `results` at once, on rank 0 also to files.
+
+    Rounds of the last context are traced while they are measured. Kernels of captured rounds are not.
+    """
     is_first = engine.placement.rank == 0
-    text_ids = None if config.prompt_file is None else read_text_ids(config.prompt_file, engine)
     status.show("loading weights")
     engine.load(config.batch, config.max_context or cache_tokens(contexts[-1], config.steps, config.tokens_of_step))
     status.clear()
     notify(engine.take_notices() if is_first else [])
-    step, rows = engine.decode_step, []
+    # Events around the operations of a fused round would slow what is measured.
+    engine.timeline.enabled = config.trace is not None and not engine.is_fused
+    engine.timeline.keeps_rounds = config.trace is not None
+    step = engine.decode_step
     if config.acceptances != ("real",) and not isinstance(step, CapturedRoundStep):
         raise UserError("flags: --acceptances: forced shares need captured rounds: up to 128 rows on GPUs")
     status.show("preparing")
@@ -60,12 +70,16 @@ def sweep_rounds(
         for context in contexts:
             status.show(f"{context} tokens")
             profile = measure_rounds(engine, context, config.steps, text_ids, config.sampling)
-            rows.append(_row(config, engine, profile, acceptance, command))
+            row = _row(config, engine, profile, acceptance, command)
+            results.append((row, profile))
             if is_first:
-                append_rows(config.rows, rows[-1:])
+                append_rows(config.rows, [row])
+    if config.trace is not None:
+        rows_by_rank = engine.gather_rows(engine.timeline.rows())
+        if is_first:
+            write_text(config.trace, trace_json(rows_by_rank, results[-1][0]))
     status.clear()
     engine.close()
-    return rows
 
 
 def _row(
@@ -102,12 +116,16 @@ def _row(
     }
 
 
+def rounds_title(row: dict[str, Any]) -> str:
+    """What was run, for a table or a picture."""
+    case = row["case"]
+    drafts = f"{case['draft']}, K {case['draft_tokens']}"
+    return f"{case['shape']}, {case['world']} rank(s), batch {case['batch']}, {drafts}"
+
+
 def rounds_table(rows: list[dict[str, Any]]) -> Table:
     """A line for each row."""
-    case = rows[0]["case"]
-    drafts = f"{case['draft']}, K {case['draft_tokens']}"
-    title = f"{case['shape']}, {case['world']} rank(s), batch {case['batch']}, {drafts}"
-    table = Table(title=title, caption="a forced acceptance takes drafts whatever they are")
+    table = Table(title=rounds_title(rows[0]), caption="a forced acceptance takes drafts whatever they are")
     for name in ("context", "cache", "acceptance", "ms/round p50", "p20", "p80", "tokens/round", "tokens/s"):
         table.add_column(name, justify="right")
     for row in rows:

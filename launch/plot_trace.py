@@ -139,7 +139,7 @@ def _read(path: Path) -> tuple[list[dict[str, Any]], str, str]:
 
 def _what_was_run(measured: dict[str, Any] | None) -> tuple[str, str]:
     """Model, hardware and context from the row in a trace; and how many verdicts were forced to accept."""
-    if measured is None:  # a trace of generate.py, or an older one
+    if measured is None or "mode" not in measured["case"]:  # a trace of generate.py, an older one, or one of rounds
         return "", ""
     case, gpu = measured["case"], measured["gpu"]
     where = f"{measured['num_gpus']} x {gpu}" if gpu else f"{case['world']} rank(s) on CPU"

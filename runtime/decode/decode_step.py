@@ -36,6 +36,13 @@ class StepRecord:
     drafts: list[int] | None = None
     is_alone: bool = False  # each group of a pair decoded alone, so there are no verdicts
 
+    def accepted_drafts(self, live: list[bool] | None = None) -> list[tuple[int, int]]:
+        """(drafts, accepted ones) of each live request, default all; empty if the step never drafts."""
+        if self.drafts is None:
+            return []
+        of_requests = zip(self.drafts, self.token_ids, live or [True] * len(self.drafts), strict=True)
+        return [(count, len(ids) - 1) for count, ids, is_live in of_requests if is_live]
+
 
 class DecodeStep(Protocol):
     """The decode steps of one batch on one rank. Every rank makes the same calls in the same order."""

@@ -182,10 +182,7 @@ class Engine(Resources):
                 self._begin_steps(tokens, generation.seq_lens, seen, prompts)
         while any(generation.live):
             with self._running(number):
-                self._mark_step()
-                assert self.decode_step is not None
-                record = self.decode_step.step(generation.remaining, generation.live)
-                self._raise_fault(record.fault)
+                record = self._run_step(generation.remaining, generation.live)
             for index, request in enumerate(generation.requests):
                 if request.live:
                     self._kept.appended(index, [request.token_ids[-1], *record.token_ids[index][:-1]])
@@ -252,10 +249,7 @@ class Engine(Resources):
         if seen is not None:
             count_newest(seen, torch.tensor(ids[-1:], device=seen.device), times=-1)  # the step will count it
         self._begin_steps(ids[-1:], [len(ids)], seen, [ids[:-1]])
-        self._mark_step()
-        assert self.decode_step is not None
-        record = self.decode_step.step(1)
-        self._raise_fault(record.fault)
+        record = self._run_step(1)
         self._kept.wrote_prompt(0, ids)
         generation.prefill_us = (time.perf_counter() - started) * 1e6
         return record.token_ids[0], record.logprobs
@@ -290,11 +284,7 @@ class Engine(Resources):
         self._begin_steps(token_ids, seq_lens, prompts=prompts)
         tokens = self.config.tokens_of_step
         for remaining in range(num_steps, 0, -1):
-            self._mark_step()
-            assert self.decode_step is not None
-            record = self.decode_step.step(remaining * tokens)
-            self._raise_fault(record.fault)
-            yield record
+            yield self._run_step(remaining * tokens)
 
     def _begin_steps(
         self,
@@ -308,9 +298,16 @@ class Engine(Resources):
         self._step = 0
         self.decode_step.begin(token_ids, seq_lens, seen, prompts)
 
-    def _mark_step(self) -> None:
+    def _run_step(self, remaining: int, live: list[bool] | None = None) -> StepRecord:
+        """Run the next step. Args as of `DecodeStep.step`."""
         self._step += 1
         self.heartbeat.mark(self._step, "replay" if self.uses_graph else "decode", -1)
+        assert self.decode_step is not None
+        record = self.decode_step.step(remaining, live)
+        self._raise_fault(record.fault)
+        if record.drafts is not None:
+            self.timeline.add_round(self._step, record.accepted_drafts(live), record.step_us)
+        return record
 
     def text_tokenizer(self, advice: str, where: str = "prompt") -> Tokenizer:
         """The tokenizer, where a text needs it.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -48,6 +49,11 @@ class Profile:
     def slowest_us(self) -> list[float]:
         """Time of each step on the slowest rank."""
         return [max(times) for times in zip(*self.step_us, strict=True)]
+
+    @property
+    def samples(self) -> dict[str, Any]:
+        """What `--json` writes beside the row."""
+        return {"step_us": self.step_us}
 
     @property
     def us(self) -> dict[str, float]:
@@ -139,14 +145,30 @@ class RoundProfile:
     """Rounds from one context on, timed on every rank."""
 
     context: int
+    num_drafts: int  # K
     round_us: list[list[float]]  # [world][rounds]
-    tokens: list[float]  # of each round, mean over the requests
-    accepted: list[int]  # how many rounds of a request accepted 0, 1, ... K drafts, of those that had drafts
+    rounds: list[list[tuple[int, int]]]  # (drafts, accepted ones) of each request in each round
 
     @property
     def slowest_us(self) -> list[float]:
         """Time of each round on the slowest rank."""
         return [max(times) for times in zip(*self.round_us, strict=True)]
+
+    @property
+    def samples(self) -> dict[str, Any]:
+        """What `--json` writes beside the row."""
+        return {"round_us": self.round_us, "rounds": self.rounds}
+
+    @property
+    def tokens(self) -> list[float]:
+        """Tokens of each round, mean over the requests."""
+        return [sum(accepted + 1 for _, accepted in each) / len(each) for each in self.rounds]
+
+    @property
+    def accepted(self) -> list[int]:
+        """How many rounds of a request accepted 0, 1, ... K drafts, of those that had drafts."""
+        found = [accepted for each in self.rounds for made, accepted in each if made]
+        return [found.count(number) for number in range(self.num_drafts + 1)]
 
 
 def measure_rounds(
@@ -167,13 +189,8 @@ def measure_rounds(
     lengths, rounds = [context] * batch_size, WARMUP_STEPS + num_rounds
     records = list(engine.decode(token_ids, lengths, rounds, prompts))[WARMUP_STEPS:]
     own_us = torch.tensor([record.step_us for record in records], dtype=torch.float64, device=engine.device)
-    accepted = [0] * (engine.config.draft_tokens + 1)
-    for record in records:
-        for ids, drafts in zip(record.token_ids, record.drafts or [], strict=True):
-            if drafts:
-                accepted[len(ids) - 1] += 1
-    tokens = [sum(map(len, record.token_ids)) / batch_size for record in records]
-    return RoundProfile(context, transport.all_gather_world(own_us).tolist(), tokens, accepted)
+    drafts = [record.accepted_drafts() for record in records]
+    return RoundProfile(context, engine.config.draft_tokens, transport.all_gather_world(own_us).tolist(), drafts)
 
 
 def prompts_from_text(text_ids: list[int], batch_size: int, num_tokens: int) -> list[list[int]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import itertools
 import json
 import re
 from collections.abc import Callable
@@ -14,7 +16,9 @@ from tiers import fast
 from alspec import Engine
 from alspec.config import EngineConfig, SamplingConfig, validate
 from alspec.errors import UserError
-from alspec.launch import evaluate, evaluate_drafts, latency
+from alspec.launch import evaluate, evaluate_drafts, latency, plot_trace
+from alspec.runtime.profiling.profile import WARMUP_STEPS
+from alspec.runtime.profiling.stats import spread
 
 Run = Callable[..., tuple[int, str, str]]
 PROMPT = "One two three four. One two three four. One two three "
@@ -50,6 +54,39 @@ def test_json_says_which_tokens_were_drafts(generate_json: Callable[..., Any]) -
     assert sum(accepted for _, accepted in rounds) > 0
     assert len(found["step_us"]) == len(rounds) < len(plain["step_us"])
     assert found["config"]["draft"] == "ngram"
+
+
+def rounds_in(trace: Path) -> list[dict[str, Any]]:
+    """The rounds of rank 0 in a trace, none of which begins before the end of the one before."""
+    found = [event for event in json.loads(trace.read_text())["traceEvents"] if event["name"] == "round"]
+    for event, following in itertools.pairwise(found):
+        assert event["ts"] + event["dur"] <= following["ts"] + 1e-2
+    return found
+
+
+def test_a_trace_has_the_drafts_of_each_round(run: Run, checkpoint: Path, tmp_path: Path) -> None:
+    """Beside the operations of eager rounds. An ended request has no entry."""
+    lines = [json.dumps({"prompt": text}) for text in (PROMPT, "One")]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
+    trace, stop = tmp_path / "trace.json", ("--stop-ids", "67", "--temperature", 1.5, "--seed", 7)
+    flags = ("--prompt-file", tmp_path / "prompts.jsonl", *LENGTH, *FEW, *stop, "--json", tmp_path / "out.json")
+    flags = ("--model", checkpoint, "--transport", "gloo", *flags, "--draft", "ngram", "--draft-always")
+    assert run(*flags, "--trace", trace)[0] == 0
+    written = json.loads((tmp_path / "out.json").read_text())
+    found = rounds_in(trace)
+    assert [
+        [list(pair) for pair in zip(event["args"]["drafts"], event["args"]["accepted"], strict=True)] for event in found
+    ] == written["rounds"]
+    assert {len(step) for step in written["rounds"]} == {1, 2}
+    assert any(taken for step in written["rounds"] for _, taken in step)
+    assert [event["args"]["step_us"] for event in found] == pytest.approx(written["step_us"], abs=1e-3)
+    assert [event["args"]["step"] for event in found] == list(range(1, len(found) + 1))
+    assert all(event["dur"] == pytest.approx(event["args"]["step_us"], abs=1e-2) for event in found)
+    attention = [event for event in json.loads(trace.read_text())["traceEvents"] if event["name"] == "attention"]
+    for event in found:
+        inside = [each for each in attention if each["args"]["step"] == event["args"]["step"]]
+        assert inside
+        assert all(event["ts"] < each["ts"] + each["dur"] / 2 < event["ts"] + event["dur"] for each in inside)
 
 
 def test_color_shades_accepted_drafts(
@@ -149,7 +186,7 @@ def test_a_number_of_drafts_without_a_drafter(run: Run, checkpoint: Path) -> Non
     [
         (("--draft", "ngram", "--modes", "off,paired"), "flags: --modes: --draft needs off, found off,paired"),
         (("--acceptances", "0.5"), "flags: --acceptances: only drafts are accepted; add --draft"),
-        (("--draft", "ngram", "--trace", "t.json"), "flags: --trace: not for rounds; leave it out"),
+        (("--draft", "ngram", "--codecs", "bf16,turbo4", "--trace", "t.json"), "flags: --trace: records one mode over"),
         (("--draft", "ngram", "--acceptances", "0.5"), "flags: --acceptances: forced shares need captured rounds"),
     ],
 )
@@ -160,17 +197,48 @@ def test_what_latency_refuses_of_rounds(
     assert expected in capsys.readouterr().err
 
 
-def test_latency_of_rounds(checkpoint: Path, tmp_path: Path) -> None:
-    """Real acceptance behind a text that repeats itself; rows have what was accepted."""
+def test_latency_of_rounds(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Real acceptance behind a text that repeats itself; rows, samples and trace have what was accepted."""
     (tmp_path / "text.txt").write_text("One two three. " * 20)
     flags = ["--model", checkpoint, "--transport", "gloo", "--contexts", "40", "--steps", "5", "--draft", "ngram"]
     flags += ["--prompt-file", tmp_path / "text.txt", "--rows", tmp_path / "rows.jsonl", "--draft-always"]
+    flags += ["--json", tmp_path / "out.json", "--trace", tmp_path / "trace.json"]
     assert latency.main([str(flag) for flag in flags]) == 0
     (row,) = map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines())
     assert (row["bench"], row["case"]["draft"], row["case"]["acceptance"]) == ("decode_round", "ngram", "real")
     assert (row["case"]["draft_weights"], row["case"]["weights"]) == ("auto", "fp32")
     assert 1.0 <= row["tokens_per_round"] <= 5.0
     assert sum(row["accepted"]) <= 5
+    written = json.loads((tmp_path / "out.json").read_text())
+    assert written["rows"] == [row]
+    (sample,) = written["samples"]
+    assert sample["case"] == row["case"]
+    assert row["us"] == pytest.approx(spread(sample["round_us"][0]), abs=1e-3)
+    accepted = [taken for ((made, taken),) in sample["rounds"] if made]
+    assert [accepted.count(number) for number in range(5)] == row["accepted"]
+    assert len(sample["rounds"]) * row["tokens_per_round"] == 5 + sum(taken for ((_, taken),) in sample["rounds"])
+    # The trace also has the warm-up.
+    found = rounds_in(tmp_path / "trace.json")
+    assert [[[*event["args"]["drafts"], *event["args"]["accepted"]]] for event in found][-5:] == sample["rounds"]
+    assert len(found) == WARMUP_STEPS + 5
+    assert json.loads((tmp_path / "trace.json").read_text())["otherData"] == row
+    assert plot_trace.main([str(tmp_path / "trace.json"), str(tmp_path / "trace.svg"), "--step", "1"]) == 2
+    assert "trace.json has no pair: " in capsys.readouterr().err
+
+
+@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib")
+def test_latency_draws_rounds_over_each_cache(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--model", checkpoint, "--transport", "gloo", "--contexts", "40,20", "--steps", "2", "--draft", "ngram"]
+    flags += ["--codecs", "bf16,turbo4", "--plot", tmp_path / "plot.svg"]
+    assert latency.main([str(flag) for flag in flags]) == 0
+    out = capsys.readouterr().out
+    assert out.count("ms/round p50") == 1, "one table"
+    assert len(re.findall(r"(bf16|turbo4) +\S+ +real", out)) == 4
+    drawn = (tmp_path / "plot.svg").read_text(encoding="utf-8")
+    for text in ("bf16, real drafts", "turbo4, real drafts", "ms/round", "tokens/s"):
+        assert text in drawn
 
 
 def test_plan_counts_the_draft_model(run: Run, checkpoint: Path) -> None:

@@ -1,4 +1,4 @@
-"""Lines of `latency.py --plot`: one for each mode, cache and forced rate, whatever the rates of real verdicts."""
+"""Lines of `latency.py --plot`: one for each mode, cache and forced rate, whatever real verdicts or drafts are."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from alspec.launch.plots.plot_latency import draw
+from alspec.launch.plots.plot_latency import draw, draw_rounds
 
 pyplot = pytest.importorskip("matplotlib.pyplot")
 
@@ -51,4 +51,28 @@ def test_times_and_their_limit_are_in_milliseconds(tmp_path: Path, monkeypatch: 
     assert list(measured.get_ydata()) == [2.0, 2.0]
     assert list(limit.get_ydata()) == [0.25, 0.25]
     assert [label.get_text() for label in axes.get_xticklabels()] == ["1000", "2k"]
+    pyplot.close(figures[0])
+
+
+def test_rounds_have_a_time_and_a_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line for each cache and acceptance, with the tokens of a round."""
+    us = {"p20": 1e3, "p50": 2e3, "p80": 3e3}
+    rows = [
+        {
+            "case": {"context": context, "kv_cache": codec, "acceptance": acceptance}, "us": us,
+            "tokens_per_round": context / 512, "tokens_per_s": 100.0,
+        }
+        for codec, acceptance in (("bf16", "real"), ("turbo4", 0.9)) for context in (1024, 2048)
+    ]  # fmt: skip
+    figures: list[Any] = []
+    monkeypatch.setattr(pyplot, "close", figures.append)
+    draw_rounds(tmp_path / "plot.svg", rows, "a title")
+    monkeypatch.undo()
+    times, speeds = figures[0].axes
+    names = ["bf16, real drafts", "turbo4, 90% accepted (forced)"]
+    assert [line.get_label() for line in times.get_lines()] == [f"{name}, p50 (band: p20 to p80)" for name in names]
+    assert [line.get_label() for line in speeds.get_lines()] == [f"{name} (2.0 to 4.0 tokens/round)" for name in names]
+    assert list(times.get_lines()[0].get_ydata()) == [2.0, 2.0]
+    assert list(speeds.get_lines()[0].get_ydata()) == [100.0, 100.0]
+    assert [axes.get_ylabel() for axes in (times, speeds)] == ["ms/round", "tokens/s"]
     pyplot.close(figures[0])

@@ -63,6 +63,30 @@ def test_an_error_inside_a_span_is_raised() -> None:
     assert timeline.rows() == []
 
 
+def test_rounds_end_when_they_are_read_and_do_not_overlap() -> None:
+    """The second one was read late: its slice begins at the end of the first one, whatever its own time."""
+    timeline = Timeline(CPU, enabled=True)
+    timeline.enabled = False
+    timeline.start()
+    time.sleep(0.01)
+    with timeline.span("attention", 0):
+        timeline.add_round(1, [(4, 2), (0, 0)], 5_000.0)
+    timeline.add_round(2, [(3, 3)], 9_000.0)
+    first, second = timeline.rows()
+    assert first | {"start_us": 0, "end_us": 0} == {
+        "op": "round", "layer": -1, "step": 1, "start_us": 0, "end_us": 0, "step_us": 5_000.0, "drafts": [4, 0],
+        "accepted": [2, 0],
+    }  # fmt: skip
+    assert first["end_us"] >= 10_000
+    assert first["end_us"] - first["start_us"] == pytest.approx(5_000, abs=0.01)
+    assert first["end_us"] == second["start_us"] <= second["end_us"]
+    assert (second["step_us"], second["drafts"], second["accepted"]) == (9_000.0, [3], [3])
+    timeline.keeps_rounds = False
+    timeline.start()
+    timeline.add_round(1, [(4, 2)], 5.0)
+    assert timeline.rows() == []
+
+
 def test_the_trace_file_has_a_process_for_each_rank(tmp_path: Path) -> None:
     rows = [
         [{"op": "attention", "layer": 0, "step": 1, "start_us": 10.0, "end_us": 12.5}],

@@ -136,7 +136,7 @@ def test_a_draft_model(turbo_folder: Path, make_prompt: Any, codec: str) -> None
 
 @pytest.mark.full
 def test_a_forced_share_of_drafts_is_accepted(turbo_folder: Path, make_prompt: Any) -> None:
-    """For profiling: whatever the drafts are. Here all of them are right."""
+    """For profiling: whatever the drafts are. Here all of them are right. A trace has the rounds."""
     with engine_of(turbo_folder, draft="self", draft_tokens=3, draft_always=True) as engine:
         engine.load(1, 64)
         put_captured(engine)
@@ -144,5 +144,9 @@ def test_a_forced_share_of_drafts_is_accepted(turbo_folder: Path, make_prompt: A
         assert isinstance(step, CapturedRoundStep)
         for share, new_tokens, rounds in ((0.0, 4, [[(3, 0)]] * 2 + [[(0, 0)]]), (1.0, 5, [[(3, 3)]])):
             step.force_acceptance(share)
+            engine.timeline.keeps_rounds = True  # without operations, as for graphs
             generated(engine, [prompt], SamplingConfig(max_new_tokens=new_tokens, ignore_eos=True))
             assert engine.generation.rounds == rounds
+            traced = engine.timeline.rows()
+            assert {row["op"] for row in traced} == {"round"}
+            assert [[*zip(row["drafts"], row["accepted"], strict=True)] for row in traced] == rounds
