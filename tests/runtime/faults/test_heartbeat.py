@@ -37,6 +37,11 @@ from alspec.runtime.distributed.placement import Placement
 from alspec.runtime.faults import guard, heartbeat
 from alspec.runtime.faults.heartbeat import TERMINATED_LIMIT_S
 
+MODES = {
+    "paired": ["--speculation", "paired"],
+    "off": ["--speculation", "off"],
+    "rounds": ["--draft", "self", "--draft-always"],
+}
 # Number of ranks, mode, the rank that gets the signal, the signal.
 LOST_RANKS = [
     (2, "paired", 0, signal.SIGKILL),
@@ -45,6 +50,8 @@ LOST_RANKS = [
     (2, "paired", 1, signal.SIGSTOP),
     (4, "off", 3, signal.SIGKILL),
     (4, "off", 0, signal.SIGSTOP),
+    (2, "rounds", 1, signal.SIGKILL),
+    (2, "rounds", 0, signal.SIGSTOP),
 ]
 
 
@@ -58,7 +65,7 @@ def test_a_rank_that_is_killed_or_stopped_is_named(
     tiny_folder: Path, tmp_path: Path, world_size: int, mode: str, rank: int, sent: signal.Signals
 ) -> None:
     """The signal arrives in the middle of a generation."""
-    with job(tmp_path, world_size, [*LONG, "--model", str(tiny_folder), "--speculation", mode]) as running:
+    with job(tmp_path, world_size, [*LONG, "--model", str(tiny_folder), *MODES[mode]]) as running:
         running.wait_for_tokens()
         assert sorted(running.ranks) == list(range(world_size))
         os.kill(running.ranks[rank], sent)

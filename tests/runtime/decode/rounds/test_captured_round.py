@@ -12,6 +12,7 @@ from round_cases import cached, engine_of, generated, put_captured
 from tiers import fast
 
 from alspec.config import SamplingConfig
+from alspec.errors import BadNumbersError
 from alspec.kernels.linear.gemm_products import GemmProducts
 from alspec.kernels.linear.products import FusedProducts
 from alspec.runtime.decode.rounds.captured_round import CapturedRoundStep
@@ -64,6 +65,33 @@ def test_tokens_rounds_and_cache_are_those_of_eager_rounds(
             for own, other in zip(answer.logprobs or [], right or [], strict=True):
                 assert abs(own.logprob - other.logprob) < (1e-4 if codec == "bf16" else 2**-10)
                 assert [token for token, _ in own.top] == [token for token, _ in other.top]
+
+
+@pytest.mark.parametrize("drafter", fast(["ngram", "self"], keep=["ngram"]))
+def test_bad_numbers_name_operation_and_rank(turbo_folder: Path, make_prompt: Any, drafter: str) -> None:
+    """From the second round on. No token of it is returned, and the next generation starts without the fault."""
+    prompt = (make_prompt(9, seed=3) * 3)[:20]
+    # So few tokens that no round is launched ahead of the one that is read.
+    sampling = SamplingConfig(max_new_tokens=4, ignore_eos=True, logit_bias=FEW_TOKENS)
+    with engine_of(turbo_folder, draft=drafter, draft_tokens=2, draft_always=True) as engine:
+        engine.load(1, 32)
+        put_captured(engine)
+        step, o = engine.decode_step, engine.model.weights.layers[0].o
+        assert isinstance(step, CapturedRoundStep)
+        step.force_acceptance(0.0)
+        tokens, weight = engine.stream([prompt], sampling), float(o[3, 2])
+        first, second = next(tokens), next(tokens)
+        assert step.launched == step._begun + 1
+        o[3, 2] = torch.nan
+        place = "rank 0, attention output, layer 0, step 2;"
+        with pytest.raises(BadNumbersError, match=f"^NaN or Inf: first seen on {place}"):
+            next(tokens)
+        assert engine.generation.requests[0].token_ids == [first.token_id, second.token_id]
+        assert any(drafts for round_ in engine.generation.rounds for drafts, _ in round_)
+        o[3, 2] = weight
+        again = generated(engine, [prompt], sampling)[0]
+        assert again[:2] == [first.token_id, second.token_id]
+        assert len(again) == 4
 
 
 WINDOWED = [(draft, codec) for draft in ("ngram", "self", "model") for codec in ("bf16", "turbo4", "turboquant3")]
