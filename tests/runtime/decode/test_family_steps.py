@@ -71,41 +71,65 @@ def test_ranks_share_a_fused_step(case: str, world_size: int, num_kv_heads: int,
         assert json.loads((tmp_path / f"rank{rank}.json").read_text()) == expected
 
 
-PAIRS = [("bf16", 2, None), ("turboquant3", 2, None), ("bf16", 4, None), ("bf16", 2, 330), ("turbo4", 2, 345)]
+# Case, codec, number of ranks, sliding window, recalled blocks.
+PAIRS = [
+    ("qwen3-biases", "bf16", 2, None, 0),
+    ("qwen3-biases", "turboquant3", 2, None, 0),
+    ("qwen3-biases", "bf16", 4, None, 0),
+    ("qwen3-biases", "bf16", 2, None, 1),
+    ("mistral-window", "bf16", 2, 330, 0),
+    ("mistral-window", "turbo4", 2, 345, 0),
+    ("mistral-window", "bf16", 2, 330, 1),
+    ("llama-biases", "bf16", 2, None, 0),
+    ("llama-biases", "bf16", 4, None, 1),
+    ("llama-biases", "turbo4", 2, None, 1),
+    ("qwen2", "bf16", 2, None, 0),
+    ("qwen2", "turboquant3", 2, None, 0),
+    ("phi3-long", "bf16", 2, None, 0),
+    ("phi3-long", "bf16", 4, None, 1),
+    ("phi3-partial-long", "bf16", 2, None, 1),
+]
 
 
-@pytest.mark.parametrize(("codec", "world_size", "window"), fast(PAIRS, [PAIRS[0], PAIRS[3]]), ids=str)
+@pytest.mark.parametrize(
+    ("case", "codec", "world_size", "window", "recalled"), fast(PAIRS, [PAIRS[0], PAIRS[4], PAIRS[-1]]), ids=str
+)
 def test_a_pair_gives_the_tokens_and_verdicts_of_one_group(
-    codec: str, world_size: int, window: int | None, tmp_path: Path
+    case: str, codec: str, world_size: int, window: int | None, recalled: int, tmp_path: Path
 ) -> None:
-    """Fused, and over a link; also with a sliding window that begins within the sink."""
-    model = tmp_path / "model"
-    sizes = {"head_dim": 16 if codec == "bf16" else 64, "num_hidden_layers": 2, "scale": 0.15}
-    if window is None:
-        save_family(model, "qwen3-biases", **sizes)
-    else:
-        save_family(model, "mistral-window", sliding_window=window, **sizes)
+    """Fused, and over a link; also with a sliding window that begins within the sink, and with recalled blocks."""
+    model, head_dim = tmp_path / "model", 16 if codec == "bf16" else 64
+    # Configurations of Qwen2 and Phi-3 have no size of heads.
+    sizes = {"hidden_size": 4 * head_dim} if case.startswith(("qwen2", "phi3")) else {"head_dim": head_dim}
+    save_family(model, case, num_hidden_layers=2, scale=0.15, **sizes, **({"sliding_window": window} if window else {}))
     prompt = torch.randint(151, (360,), generator=torch.Generator().manual_seed(2)).tolist()
-    case: dict[str, Any] = {
+    predictor = {"predictor": "recall", "recall_blocks": recalled} if recalled else {"predictor": "window"}
+    run: dict[str, Any] = {
         "kv_cache": codec, "prompts": [prompt], "live_steps": [9], "thresholds": [{"value": "0.2", "steps": 3}],
+        "predictor": predictor,
     }  # fmt: skip
-    (tmp_path / "spec.json").write_text(json.dumps({"model": str(model), "cases": [case], "packets": False}))
+    (tmp_path / "spec.json").write_text(json.dumps({"model": str(model), "cases": [run], "packets": False}))
     jobs.run_ranks(WORKERS / "linked_worker.py", world_size, tmp_path, timeout_s=300, TRITON_INTERPRET="1")
     ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(world_size)]
     assert ranks[: world_size // 2] == ranks[world_size // 2 :]
-    expected = simulated(model, codec, prompt, 0.2, 3)
+    expected = simulated(model, codec, prompt, predictor, 0.2, 3)
     assert all(rank[0]["steps"] == expected for rank in ranks)
     assert {hit for step in expected for layer in step["hits"] for hit in layer} == {0, 1}
 
 
-def simulated(folder: Path, codec: str, prompt: list[int], threshold: float, steps: int) -> list[dict[str, Any]]:
+def simulated(
+    folder: Path, codec: str, prompt: list[int], predictor: dict[str, Any], threshold: float, steps: int
+) -> list[dict[str, Any]]:
     """The reference: eager steps of one process."""
     transport = Transport(Placement(), CPU, "gloo", None)
     model = load_model(folder, transport)
-    cache = new_cache(codec, model.config, 1, 1, len(prompt) + steps + 1, torch.float32, CPU, keeps_context=True)
-    speculation = SpeculationConfig(threshold=threshold, chunk_size=128, predictor="window")
+    capacity = len(prompt) + steps + 1
+    model.set_total_length(capacity)
+    cache = new_cache(codec, model.config, 1, 1, capacity, torch.float32, CPU, keeps_context=True)
+    speculation = SpeculationConfig(threshold=threshold, chunk_size=128, **predictor)
     eager = EagerStep(model, cache, transport, "simulated", speculation, no_hook)
     token, found = int(prefill(model, cache, transport, 0, prompt, no_hook)[0].argmax()), []
+    eager.begin([token], [len(prompt) + 1])
     for step in range(1, steps + 1):
         seq_lens = torch.tensor([len(prompt) + step], dtype=torch.int32)
         result = eager.run(DecodeState(torch.tensor([token]), seq_lens, torch.tensor([True])))
