@@ -18,11 +18,13 @@ from alspec.models.demo import DEMO_CHECKPOINT
 from alspec.models.llama_config import LlamaConfig
 from alspec.models.tokenizer.tokenizer import Tokenizer
 from alspec.runtime.engine.engine import Engine
+from alspec.runtime.engine.generation import Completion
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 PROMPTS = [(DEMO_CHECKPOINT.parent / "prompt.txt").read_text(encoding="utf-8"), "The road", "It was"]
 DRAFTS = ["ngram", "self", f"model:{DEMO_CHECKPOINT}"]
 SAMPLED = {"temperature": 0.8, "seed": 3, "frequency_penalty": 0.3}
+LEAD = 0.02  # nats: rounding moves no token that leads by more
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
@@ -54,6 +56,37 @@ def test_rounds_over_quantised_caches_end_as_they_should(kv_cache: str) -> None:
             logprobs = torch.tensor([[each.logprob for each in answer.logprobs or ()] for answer in answers])
             assert logprobs.isfinite().all()
             assert logprobs.mean() > -4.0
+
+
+def clear_tokens(answer: Completion) -> list[int]:
+    """Greedy tokens up to the first one that leads the second most likely one by little."""
+    leads = [each.top[0][1] - each.top[1][1] for each in answer.logprobs or ()]
+    return answer.token_ids[: next((place for place, lead in enumerate(leads) if lead < LEAD), len(leads))]
+
+
+@pytest.mark.parametrize("kv_cache", ["turbo4", "turboquant3", "hybrid-k4v2"])
+def test_rounds_over_quantised_caches_give_the_clear_tokens_of_captured_steps(kv_cache: str) -> None:
+    """In fp32. Texts that stay clear for long go beyond the end of a block."""
+    how = SamplingConfig(max_new_tokens=80, ignore_eos=True, logprobs=2)
+    with Engine.from_pretrained(dtype="fp32", kv_cache=kv_cache) as engine:
+        expected = [clear_tokens(answer) for answer in answers_of(engine, how)]
+        assert engine.is_fused
+        assert engine.uses_graph
+    assert sum(map(len, expected)) > 40
+    for draft in ("ngram", "self"):
+        options = {"kv_cache": kv_cache, "draft": draft, "draft_tokens": 3, "draft_always": True}
+        with Engine.from_pretrained(dtype="fp32", **options) as engine:
+            for answer, tokens in zip(answers_of(engine, how), expected, strict=True):
+                assert answer.token_ids[: len(tokens)] == tokens
+            assert engine.is_fused
+            assert engine.uses_graph
+            assert sum(accepted for step in engine.generation.rounds for _, accepted in step) > 0
+
+
+def answers_of(engine: Engine, how: SamplingConfig) -> list[Completion]:
+    answers = engine.generate(PROMPTS, how)
+    assert isinstance(answers, list)
+    return answers
 
 
 @pytest.mark.parametrize("count", [17, 32])
