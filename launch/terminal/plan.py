@@ -18,7 +18,7 @@ from alspec.models.llama import Shard
 from alspec.models.llama_config import LlamaConfig
 from alspec.runtime.cache.codecs import cache_name, check_codec, check_softmax, fit_heads
 from alspec.runtime.engine.composition import keeps_context, recalled_blocks
-from alspec.runtime.engine.drafting import check_draft_tokenizer, draft_model_config, round_size
+from alspec.runtime.engine.drafting import check_draft_tokenizer, copied_weights, draft_model_config, round_size
 from alspec.runtime.engine.kept_weights import with_weights
 from alspec.runtime.engine.memory import DTYPES, GIB, check_max_context, plan_memory
 from alspec.runtime.profiling.forced_verdicts import forced_verdicts
@@ -59,7 +59,7 @@ def print_plan(config: GenerateConfig, link_us: float = LINK_US) -> None:
 
     Raises:
         UserError: unknown shape, broken folder, more tokens than the model has positions, a softmax that the codec
-            does not have, or a draft model with another tokenizer.
+            does not have, a draft model with another tokenizer, or a copy of weights with as few bits.
     """
     check_softmax(config)
     model = fit_heads(config.kv_cache, model_config(config))
@@ -73,14 +73,16 @@ def print_plan(config: GenerateConfig, link_us: float = LINK_US) -> None:
     weights = weights if named.quantised_as is None else f"weights {weights}"
     draft_model = draft_model_config(config)
     check_draft_tokenizer(config, model, draft_model)
+    copied = copied_weights(config, named, 1, packs)
     rounds = round_size(config, draft_model)
+    drafter = config.draft if copied is None else f"{config.draft} and its {copied.quantised_as} copy"
     table = Table(
         title=f"{context} tokens, {weights}, cache {cache_name(config)}; captured step over peer "
         f"memory on H200s, {STREAM_BYTES_PER_S / 1e12:.1f} TB/s, paired at a hit rate of {PREDICTED_HIT_RATE:.2f}; "
         f"two hosts: {link_us:g} us a message, against one of them alone; a pair that does not pay pauses",
         caption=_what_speculation_changes(config.speculation.threshold, model.num_layers)
         if rounds is None
-        else f"memory with --draft {config.draft}, latency of plain steps",
+        else f"memory with --draft {drafter}, latency of plain steps",
     )
     for name in ("ranks", "mode", "T", "weights GiB", "cache GiB", "buffers GiB", "ms/token", "against off"):
         table.add_column(name, justify="left" if name == "mode" else "right")

@@ -14,12 +14,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._C._autograd import DeviceType
 from torch._C._distributed_c10d import _SymmetricMemory
 
 from alspec.errors import UserError
 from alspec.kernels.bench.probes import exchange_packets, increment, send_word
+from alspec.kernels.linear.decode_weight import WeightFormat, pack_weight
+from alspec.kernels.linear.projections import gate_up_silu
 from alspec.models.checkpoint.checkpoint import Checkpoint, verify_checksums
 from alspec.models.demo import DEMO_CHECKPOINT
 from alspec.models.llama_config import LlamaConfig
@@ -32,10 +35,12 @@ from alspec.runtime.engine.memory import GIB
 from alspec.runtime.profiling.provenance import versions as installed_versions
 from alspec.runtime.profiling.stats import stream_bandwidth
 
-__all__ = ["CHECKS"]
+__all__ = ["CHECKS", "packed_product"]
 
 MINIMUM = {"python": "3.11", "torch": "2.11", "triton": "3.6"}
 GPU_FILE = "/dev/nvidia0"  # exists if the driver sees a GPU, even if torch does not
+SIDE = 256  # inputs, and rows of gate and of up, of a quantised product
+PRODUCT_ERROR = 0.01  # relative; its result is rounded to bf16
 SIZE = 5000  # elements of a probe: several blocks, the last one partly filled
 LAUNCHES = 32
 COPY_BYTES = 2**28
@@ -202,6 +207,51 @@ def triton_kernel(scope: Scope) -> str:
         return seconds
 
     return f"a kernel equals torch, ready after {_span(scope.each_gpu(probe), 's')}"
+
+
+@check(
+    "quantised weights",
+    "update Triton; without --weights, and with checkpoints that are not quantised, it is not needed",
+)
+def quantised_weights(scope: Scope) -> str:
+    """Products of FP8 and of INT4 weights, which GPUs keep packed, equal those of the dequantised weights."""
+
+    def probe(device: torch.device) -> float:
+        started = time.perf_counter()
+        for weight_format in ("fp8", "int4"):
+            found, expected = packed_product(weight_format, device)
+            error = float((found - expected).norm() / expected.norm())
+            if not error < PRODUCT_ERROR:
+                raise RuntimeError(f"a product of {weight_format} weights is wrong by {error:.1%}")
+        return time.perf_counter() - started
+
+    return (
+        f"products of FP8 and INT4 equal those of dequantised weights, ready after {_span(scope.each_gpu(probe), 's')}"
+    )
+
+
+def packed_product(weight_format: WeightFormat, device: torch.device) -> tuple[Tensor, Tensor]:
+    """`silu(gate) * up` of one row with packed weights, and of dequantised ones in fp32: two tensors [1, I]."""
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(16, (2 * SIDE, SIDE), generator=generator)
+    if weight_format == "fp8":
+        scales, zeros, group = torch.rand(2 * SIDE, 1, generator=generator) / SIDE, None, SIDE
+        stored = (codes - 8.0).to(torch.float8_e4m3fn)  # whole numbers up to 16 are exact
+        points = torch.full_like(scales, 8.0)
+    else:
+        scales, group = torch.rand(2 * SIDE, SIDE // 32, generator=generator).bfloat16() / SIDE, 32
+        zeros = torch.randint(6, 10, scales.shape, generator=generator).byte()
+        stored, points = codes.byte(), zeros.float()
+    weight = pack_weight(
+        stored.to(device), scales.to(device), None if zeros is None else zeros.to(device), weight_format, group, SIDE
+    )
+    x = torch.randn(1, SIDE, generator=generator).bfloat16()
+    squares = x.float().square().sum(1, keepdim=True)
+    out = torch.empty(1, SIDE, dtype=torch.bfloat16, device=device)
+    gate_up_silu(x.to(device), squares.to(device), weight, out, 0.0)
+    dense = (codes - points.repeat_interleave(group, 1)) * scales.float().repeat_interleave(group, 1)
+    gate, up = (x.float() @ dense.T / (squares / SIDE).sqrt()).chunk(2, 1)
+    return out.float().cpu(), F.silu(gate) * up
 
 
 @check("CUDA graph", "unset CUDA_LAUNCH_BLOCKING; generate works with --cuda-graph off")

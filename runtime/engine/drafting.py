@@ -33,7 +33,7 @@ from alspec.runtime.engine.memory import RoundSize
 from alspec.runtime.engine.round_composition import build_captured_rounds, serves_rows
 from alspec.runtime.profiling.predicted_costs import step_us
 
-__all__ = ["Drafting", "check_draft_tokenizer", "draft_model_config", "round_size"]
+__all__ = ["Drafting", "check_draft_tokenizer", "copied_weights", "draft_model_config", "round_size"]
 
 
 def draft_model_config(config: EngineConfig) -> LlamaConfig | None:
@@ -99,7 +99,8 @@ class Drafting:
             return None
         settings = draft_model_source(config)
         if settings is None or model is None:
-            return cls(config, target, choices, None, None, _copy_config(config, target, choices))
+            copied = copied_weights(config, target, choices.placement.tp_size, choices.packs_weights)
+            return cls(config, target, choices, None, None, copied)
         with _naming_draft():
             model.check_tp_size(choices.placement.tp_size)
             check_head_dim(model, choices.device)
@@ -231,9 +232,11 @@ class Drafting:
         return round_cost(self.config.draft_tokens, self._cost(seq_lens), FUSED_ROW_COST + attention, FUSED_COST)
 
 
-def _copy_config(config: EngineConfig, target: LlamaConfig, choices: Choices) -> LlamaConfig | None:
+def copied_weights(config: EngineConfig, target: LlamaConfig, tp_size: int, packs: bool) -> LlamaConfig | None:
     """The model with the weights of `--draft-weights`; None without them.
 
+    Args:
+        target: the model that verifies.  tp_size, packs: as for `with_weights`.
     Raises:
         UserError: the model's weights have no more bits than the copy, or cannot be divided into groups.
     """
@@ -247,7 +250,7 @@ def _copy_config(config: EngineConfig, target: LlamaConfig, choices: Choices) ->
         )
     copied = config.model_copy(update={"weights": config.draft_weights})
     plain = target.model_copy(update={"quantisation": None})  # the copy is made of the values
-    return with_weights(copied, plain, choices.placement.tp_size, choices.packs_weights)
+    return with_weights(copied, plain, tp_size, packs)
 
 
 def check_draft_tokenizer(config: EngineConfig, target: LlamaConfig, model: LlamaConfig | None) -> None:

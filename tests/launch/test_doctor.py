@@ -17,6 +17,7 @@ import pytest
 import torch
 from paths import ROOT, WORKERS
 
+from alspec.kernels.linear.decode_weight import WeightFormat
 from alspec.launch import doctor
 from alspec.models.demo import DEMO_CHECKPOINT
 from alspec.runtime.distributed.placement import Placement
@@ -27,7 +28,7 @@ DOCTOR = ROOT / "launch" / "doctor.py"
 WORKER = WORKERS / "doctor_worker.py"
 NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 ON_CPU = ["versions", "memory rate", "demo checkpoint"]
-ON_GPU = ["GPUs", "Triton", "CUDA graph", "dependent launch", "pinned memory"]
+ON_GPU = ["GPUs", "Triton", "quantised weights", "CUDA graph", "dependent launch", "pinned memory"]
 
 Examine = Callable[..., tuple[int, dict[str, tuple[str, str]], str]]
 
@@ -314,6 +315,14 @@ def test_a_rank_that_leaves_a_collective_is_named(how: str) -> None:
     assert lines
     for line in lines:
         assert re.fullmatch(rf"alspec: exit 5: ({DESERTIONS[how]})", line), line
+
+
+@pytest.mark.parametrize("weight_format", ["fp8", "int4"])
+def test_the_product_of_the_check_of_quantised_weights(weight_format: WeightFormat) -> None:
+    """In the interpreter, whose kernel is that of the GPU."""
+    found, expected = diagnostics.packed_product(weight_format, torch.device("cpu"))
+    assert expected.abs().mean() > 1e-3
+    assert (found - expected).norm() < diagnostics.PRODUCT_ERROR * expected.norm()
 
 
 # Tests on GPUs.

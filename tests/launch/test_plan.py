@@ -247,6 +247,14 @@ def test_a_plan_leaves_out_ranks_whose_inputs_do_not_divide_into_groups(capsys: 
         with_weights(config, LlamaConfig.from_folder(DEMO_CHECKPOINT), 8, packs=True)
 
 
+def test_a_plan_names_a_drafting_copy_and_refuses_one_of_as_many_bits(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--random-weights", "llama-3.1-8b", "--max-context", "4k", "--draft", "self", "--plan"]
+    assert generate.main([*flags, "--draft-weights", "int4"]) == 0
+    assert "memory with --draft self and its int4 copy, latency of plain steps" in capsys.readouterr().out
+    assert generate.main([*flags, "--weights", "int4", "--draft-weights", "int4"]) == 2
+    assert "draft_weights: int4 copies weights of more than 4 bits, found int4" in capsys.readouterr().err
+
+
 def test_a_plan_lists_caches_that_ranks_can_have(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """turbo-mixed needs two KV heads on each rank, so up to four ranks share eight. 16 ranks have each of them twice.
 
