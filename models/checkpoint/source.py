@@ -116,7 +116,9 @@ def notices_of_model(config: EngineConfig) -> list[str]:
 
 def notice_of_random_weights(name: str) -> str | None:
     """One line if random weights take the shape of a quantised folder, and not its quantisation; else None."""
-    quantisation = None if name in RANDOM_SHAPES else LlamaConfig.from_folder(Path(name)).quantisation
+    if name in RANDOM_SHAPES or not os.path.isdir(name):
+        return None
+    quantisation = LlamaConfig.from_folder(Path(name)).quantisation
     if quantisation is None:
         return None
     return f"config.json: not used: {quantisation.name}; random weights are quantised by --weights alone"
