@@ -224,7 +224,7 @@ class Drafting:
     def _fused_round_cost(self, seq_lens: list[int]) -> float:
         """Estimated time of a round over the fused kernels at these lengths, relative to a plain step.
 
-        Over a quantised cache attention is bound by instructions, so that each further row costs as much as the first.
+        Over a quantised cache rows are read as requests are: each further row costs as much as the first.
         """
         attention = 0.0
         if self.config.kv_cache != "bf16":

@@ -163,7 +163,7 @@ def quantised_decode_attention(
         phase, gate: as for `lean_decode_attention`.
         prefetch_before_wait: as for `lean_decode_attention`; the newest token is in the tail.
         rows: rows of each request, without speculation: the cache has B / rows requests, whose rows are neighbours in
-            q and seq_lens. Rows are read as requests are; their programs run side by side, so the L2 serves most reads.
+            q and seq_lens. Rows are read as requests are.
         block_lse: [B, Hkv, NB, 4, Hq / Hkv] fp32, without speculation: written as `RecallBuffers.block_lse`.
         settings: replaces `quantised_settings(device)`.
     Raises:
