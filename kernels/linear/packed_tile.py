@@ -81,7 +81,7 @@ def tile_settings(
 def num_warps(weight_format: str, num_tiles: int) -> int:
     """Warps of a program. More of them shorten a tile, but each has its first inputs and its last sums.
 
-    FP8 takes four where all tiles then run at once, four to an SM, and eight would take two rounds.
+    FP8 takes four where all tiles then run at once, four to an SM, and the second round of eight would be half full.
     """
     few = num_tiles > MANY_TILES if weight_format == "int4" else MANY_TILES * 3 < 2 * num_tiles <= MANY_TILES * 4
     return 4 if few else 8

@@ -18,10 +18,7 @@ def draw(picture: Path, rows: list[dict[str, Any]], title: str) -> None:
     figure, axes = plt.subplots(figsize=(7, 4.2))
     for label in dict.fromkeys(map(_label, rows)):
         line = [row for row in rows if _label(row) == label]
-        contexts = [row["case"]["context"] for row in line]
-        p20, p50, p80 = ([row["us"][name] / 1e3 for row in line] for name in ("p20", "p50", "p80"))
-        axes.fill_between(contexts, p20, p80, alpha=0.3)
-        axes.plot(contexts, p50, marker="o", label=f"{label}{_measured_hits(line)}, p50 (band: p20 to p80)")
+        _plot_times(axes, line, f"{label}{_measured_hits(line)}")
     # No limit for a pair: it skips launches, which then do not read their weights.
     off = [row for row in rows if row["case"]["mode"] == "off"]
     for codec, style in zip(
@@ -48,10 +45,8 @@ def draw_rounds(picture: Path, rows: list[dict[str, Any]], title: str) -> None:
     figure, (times, speeds) = plt.subplots(1, 2, figsize=(11, 4.2))
     for label in dict.fromkeys(map(_rounds_label, rows)):
         line = [row for row in rows if _rounds_label(row) == label]
+        _plot_times(times, line, label)
         contexts = [row["case"]["context"] for row in line]
-        p20, p50, p80 = ([row["us"][name] / 1e3 for row in line] for name in ("p20", "p50", "p80"))
-        times.fill_between(contexts, p20, p80, alpha=0.3)
-        times.plot(contexts, p50, marker="o", label=f"{label}, p50 (band: p20 to p80)")
         speeds.plot(contexts, [row["tokens_per_s"] for row in line], marker="o", label=f"{label}{_yields(line)}")
     for axes, name in ((times, "ms/round"), (speeds, "tokens/s")):
         _label_axes(axes, rows, name)
@@ -59,6 +54,14 @@ def draw_rounds(picture: Path, rows: list[dict[str, Any]], title: str) -> None:
     figure.suptitle(title, parse_math=False, fontsize=9)
     figure.savefig(picture, dpi=130, bbox_inches="tight")
     plt.close(figure)
+
+
+def _plot_times(axes: Any, line: list[dict[str, Any]], label: str) -> None:
+    """Plot the milliseconds of rows over their contexts: median, and a band from p20 to p80."""
+    contexts = [row["case"]["context"] for row in line]
+    p20, p50, p80 = ([row["us"][name] / 1e3 for row in line] for name in ("p20", "p50", "p80"))
+    axes.fill_between(contexts, p20, p80, alpha=0.3)
+    axes.plot(contexts, p50, marker="o", label=f"{label}, p50 (band: p20 to p80)")
 
 
 def _label_axes(axes: Any, rows: list[dict[str, Any]], name: str) -> None:

@@ -107,8 +107,6 @@ def print_plan(config: GenerateConfig, link_us: float = LINK_US) -> None:
             try:
                 kept = with_weights(config, model, tp_size, packs)
             except UserError:
-                if tp_size == 1:
-                    raise
                 continue  # a rank's inputs do not divide into groups
             plan = plan_memory(
                 kept, shard, dtype, 1, context, config.kv_cache, "cuda", config.kv_protect, recalled, rounds, keeps

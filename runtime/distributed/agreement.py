@@ -17,7 +17,7 @@ from alspec.config import EngineConfig
 from alspec.errors import CannotConnectError, RankFailureError, UserError
 from alspec.runtime.distributed.failed_start import check_starts
 from alspec.runtime.distributed.placement import Placement
-from alspec.runtime.distributed.transport import STORE_GONE, TIMEOUT
+from alspec.runtime.distributed.transport import STORE_LOST, TIMEOUT
 
 __all__ = ["Agreement", "fingerprint", "shared_settings"]
 
@@ -31,7 +31,7 @@ def _needs_store() -> Iterator[None]:
     try:
         yield
     except dist.DistError as error:
-        raise CannotConnectError(f"{STORE_GONE}: rank 0 or torchrun on its host has ended") from error
+        raise CannotConnectError(STORE_LOST) from error
 
 
 class Agreement:

@@ -18,7 +18,16 @@ from alspec.errors import CannotConnectError, RankFailureError, UserError, one_l
 from alspec.runtime.distributed.pair_link import PairLink
 from alspec.runtime.distributed.placement import Placement
 
-__all__ = ["NOTICE_S", "STORE_GONE", "TIMEOUT", "PairMessage", "Transport", "agent_hosts_store", "connect_store"]
+__all__ = [
+    "NOTICE_S",
+    "STORE_GONE",
+    "STORE_LOST",
+    "TIMEOUT",
+    "PairMessage",
+    "Transport",
+    "agent_hosts_store",
+    "connect_store",
+]
 
 # Longer than any normal wait; the heartbeat ends a job with a dead rank much earlier.
 TIMEOUT = timedelta(seconds=600)
@@ -28,6 +37,7 @@ PINGS = 10  # exchanges of which the fastest counts
 # torchrun's store is there before any rank: it is gone if it cannot be reached within this time.
 CONNECT_TIMEOUT = timedelta(seconds=5)
 STORE_GONE = "the job's key-value store is gone"
+STORE_LOST = f"{STORE_GONE}: rank 0 or torchrun on its host has ended"
 NOTICE_S = 10.0  # ranks that wait longer than this for others print a notice
 
 # The server ends with the last store of this process, but other ranks may already be connected for their next engine.
@@ -88,8 +98,7 @@ def connect_store(placement: Placement) -> dist.Store:
         return dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     except dist.DistError as error:
         if has_agent:
-            found = f"{STORE_GONE} from {address}:{port}"
-            raise RankFailureError(f"{found}: rank 0 or torchrun on its host has ended") from None
+            raise RankFailureError(STORE_LOST) from None
         why = str(error).splitlines()[0]
         raise UserError(f"cannot connect to {where}: {why}; start them all, or choose another MASTER_PORT") from None
     finally:

@@ -14,12 +14,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch._C._autograd import DeviceType
 from torch._C._distributed_c10d import _SymmetricMemory
 
 from alspec.errors import UserError
+from alspec.kernels.attention.oracles import gate_up_silu_ref
 from alspec.kernels.bench.probes import exchange_packets, increment, send_word
 from alspec.kernels.linear.decode_weight import WeightFormat, pack_weight
 from alspec.kernels.linear.projections import gate_up_silu
@@ -231,27 +231,17 @@ def quantised_weights(scope: Scope) -> str:
 
 
 def packed_product(weight_format: WeightFormat, device: torch.device) -> tuple[Tensor, Tensor]:
-    """`silu(gate) * up` of one row with packed weights, and of dequantised ones in fp32: two tensors [1, I]."""
+    """`gate_up_silu` of one row with packed random weights, and its oracle with their values: two tensors [1, SIDE]."""
     generator = torch.Generator().manual_seed(0)
-    codes = torch.randint(16, (2 * SIDE, SIDE), generator=generator)
-    if weight_format == "fp8":
-        scales, zeros, group = torch.rand(2 * SIDE, 1, generator=generator) / SIDE, None, SIDE
-        stored = (codes - 8.0).to(torch.float8_e4m3fn)  # whole numbers up to 16 are exact
-        points = torch.full_like(scales, 8.0)
-    else:
-        scales, group = torch.rand(2 * SIDE, SIDE // 32, generator=generator).bfloat16() / SIDE, 32
-        zeros = torch.randint(6, 10, scales.shape, generator=generator).byte()
-        stored, points = codes.byte(), zeros.float()
-    weight = pack_weight(
-        stored.to(device), scales.to(device), None if zeros is None else zeros.to(device), weight_format, group, SIDE
-    )
-    x = torch.randn(1, SIDE, generator=generator).bfloat16()
+    codes, group = torch.randint(16, (2 * SIDE, SIDE), generator=generator), SIDE if weight_format == "fp8" else 32
+    stored = (codes - 8.0).to(torch.float8_e4m3fn) if weight_format == "fp8" else codes.byte()
+    scales = torch.rand(2 * SIDE, SIDE // group, generator=generator).bfloat16() / SIDE
+    weight = pack_weight(stored.to(device), scales.to(device), None, weight_format, group, SIDE)
+    x = torch.randn(1, SIDE, generator=generator).bfloat16().to(device)
     squares = x.float().square().sum(1, keepdim=True)
     out = torch.empty(1, SIDE, dtype=torch.bfloat16, device=device)
-    gate_up_silu(x.to(device), squares.to(device), weight, out, 0.0)
-    dense = (codes - points.repeat_interleave(group, 1)) * scales.float().repeat_interleave(group, 1)
-    gate, up = (x.float() @ dense.T / (squares / SIDE).sqrt()).chunk(2, 1)
-    return out.float().cpu(), F.silu(gate) * up
+    gate_up_silu(x, squares, weight, out, 0.0)
+    return out.double(), gate_up_silu_ref(x, squares, weight.dequantise(torch.float32), 0.0)
 
 
 @check("CUDA graph", "unset CUDA_LAUNCH_BLOCKING; generate works with --cuda-graph off")

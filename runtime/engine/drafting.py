@@ -153,9 +153,8 @@ class Drafting:
         """
         own = self._draft_cache(cache, transport)
         self.most_tokens = math.inf
-        if self.notices(cache.max_context):
-            assert self.model_config is not None
-            # Of two rounds that are in flight, the second one begins behind the tokens of the first.
+        if self.model_config is not None and cache.max_context > self.model_config.longest_context:
+            # A round is launched before the last one is read, so it may begin K + 1 tokens later than is known here.
             self.most_tokens = self.model_config.longest_context - 2 * self.num_rows
         if self.copy_config is not None and self.model is None:
             tp_size = self.choices.placement.tp_size
@@ -242,14 +241,15 @@ def copied_weights(config: EngineConfig, target: LlamaConfig, tp_size: int, pack
     """
     if config.draft_weights == "auto":
         return None
-    bits = 8 if config.draft_weights == "fp8" else 4
+    # The copy is made of the values, whatever the checkpoint's format.
+    plain = target.model_copy(update={"quantisation": None, "weights": config.draft_weights})
+    bits = plain.quantised_bits
     if target.quantised_as is not None and target.quantised_bits <= bits:
         raise UserError(
             f"draft_weights: {config.draft_weights} copies weights of more than {bits} bits, found "
             f"{target.quantised_as}; leave it out"
         )
     copied = config.model_copy(update={"weights": config.draft_weights})
-    plain = target.model_copy(update={"quantisation": None})  # the copy is made of the values
     return with_weights(copied, plain, tp_size, packs)
 
 

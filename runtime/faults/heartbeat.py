@@ -32,7 +32,14 @@ from alspec.errors import (
     tell_torchrun,
 )
 from alspec.runtime.distributed.placement import Placement
-from alspec.runtime.distributed.transport import NOTICE_S, STORE_GONE, TIMEOUT, agent_hosts_store, connect_store
+from alspec.runtime.distributed.transport import (
+    NOTICE_S,
+    STORE_GONE,
+    STORE_LOST,
+    TIMEOUT,
+    agent_hosts_store,
+    connect_store,
+)
 from alspec.runtime.faults.processes import born, host, kill_stalled, process_state
 from alspec.runtime.faults.signals import SignalWatch
 
@@ -290,7 +297,7 @@ class Heartbeat:
             beat = self._seen[0][0]
             where = f"step {beat['step']}, operation {beat['op']}"
             return RankFailureError(f"rank 0 died at {where}, or torchrun on its host: {STORE_GONE}")
-        return RankFailureError(f"{STORE_GONE}: rank 0 or torchrun on its host has ended")
+        return RankFailureError(STORE_LOST)
 
     def publish_error(self, cause: AlspecError) -> None:
         """Publish why this process is about to exit; the other ranks repeat it."""

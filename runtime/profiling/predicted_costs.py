@@ -29,11 +29,11 @@ ATTENTION_US = 3.4  # decode_attention, 32/8 heads of 128, 1024 tokens: 4.2 to 4
 ALL_REDUCE_US = 0.65
 FIXED_US = 8.0  # outside of the layers; same fit, over shapes of 10 to 80 layers
 LAYER_US = 2.1  # in each layer; same fit
-# Quantised weights; fitted to weights, decode_step: products of so few bytes take longer than these.
+# Products of quantised weights take longer than their bytes. Fitted to weights: decode_step.
 PACKED_LAYER_US = 9.3  # in a layer whose four matrices are packed
 INT4_BYTES_SHARE = 0.17  # of the time of the bytes of INT4 matrices
-# In each layer, of several requests, and of each but the first; by the format of its matrices, None: 16 bits. Fitted to
-# weights, linear (1, 4 and 8 rows) and decode_step (4 requests), and to decode_rounds (8 requests).
+# A layer takes this much longer with several requests, and with each of them but the first; by the format of its
+# matrices, None: 16 bits. Fitted to weights (linear: 4 and 8 rows; decode_step: 4 requests) and decode_rounds (8).
 SEVERAL_LAYER_US = {None: (13.0, 0.4), "fp8": (4.5, 1.5), "int4": (0.0, 2.0)}
 PAIR_FIXED_US = 14.4  # decode_parts, fixed: 145.8 minus the time of its bytes and FIXED_US
 HANDOVER_US = 5.4  # decode_parts, layer: 109.9 minus the time of its bytes and LAYER_US

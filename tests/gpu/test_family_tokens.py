@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from family_models import CASES, greedy, save_family
-from gpu_jobs import environment, gpus, needs, torchrun
-from paths import WORKERS
+from gpu_jobs import needs, run_gpu_worker
 
 from alspec import Engine
 
@@ -94,13 +91,7 @@ def test_two_ranks_give_the_tokens_of_transformers(case: str, tmp_path: Path) ->
         for name, engine in RUNS.items()
     ]  # fmt: skip
     cases = {"runs": runs, "batches": batches, "max_new_tokens": NEW_TOKENS}
-    (tmp_path / "cases.json").write_text(json.dumps(cases))
-    visible, files = gpus(0, 2), [str(tmp_path / "cases.json"), str(tmp_path / "found.json")]
-    command = torchrun(2, visible, [str(WORKERS / "gpu_worker.py"), *files])
-    done = subprocess.run(command, env=environment(visible), capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads((tmp_path / "found.json").read_text())
-    for rows in found.values():
+    for rows in run_gpu_worker(2, cases, tmp_path).values():
         for (ids,), row in zip(batches, rows, strict=True):
             expected = clear_tokens(reference, ids)
             assert row["tokens"][0][: len(expected)] == expected

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from gpu_jobs import environment, gpus, licence_ids, needs, torchrun
-from paths import WORKERS
+from gpu_jobs import licence_ids, needs, run_gpu_worker
 from quantised_folders import save_quantised
 
 from alspec import Engine
@@ -78,13 +75,7 @@ def run_job(
     """What the engines of a job give, by the run's name."""
     shared = {"thresholds": ["0.1"], "sampled": False, "long": False}
     cases = {"runs": [run | shared for run in runs], "batches": batches, "max_new_tokens": NEW_TOKENS}
-    files = [str(folder / f"{num_ranks}.{kind}") for kind in ("json", "out")]
-    Path(files[0]).write_text(json.dumps(cases))
-    visible = gpus(0, num_ranks)
-    command = torchrun(num_ranks, visible, [str(WORKERS / "gpu_worker.py"), *files])
-    done = subprocess.run(command, env=environment(visible), capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return dict(json.loads(Path(files[1]).read_text()))
+    return run_gpu_worker(num_ranks, cases, folder)
 
 
 @pytest.mark.multi_gpu

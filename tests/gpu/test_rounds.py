@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from gpu_jobs import environment, gpus, needs, torchrun
-from paths import WORKERS
+from gpu_jobs import needs, run_gpu_worker
 
 from alspec.config import SamplingConfig
 from alspec.models.demo import DEMO_CHECKPOINT
@@ -118,12 +115,7 @@ def test_two_gpus_give_the_tokens_of_captured_steps(transport: str, tmp_path: Pa
     tokenizer = Tokenizer.from_folder(DEMO_CHECKPOINT, LlamaConfig.from_folder(DEMO_CHECKPOINT))
     prompts = [tokenizer.encode(prompt) for prompt in PROMPTS]
     cases = {"runs": runs, "batches": [prompts[:1], prompts[1:]], "max_new_tokens": 40}
-    (tmp_path / "cases.json").write_text(json.dumps(cases))
-    visible, files = gpus(0, 2), [str(tmp_path / "cases.json"), str(tmp_path / "found.json")]
-    command = torchrun(2, visible, [str(WORKERS / "gpu_worker.py"), *files])
-    done = subprocess.run(command, env=environment(visible), capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads((tmp_path / "found.json").read_text())
+    found = run_gpu_worker(2, cases, tmp_path)
     for draft in DRAFTS:
         assert [row["tokens"] for row in found[draft]] == [row["tokens"] for row in found["plain"]]
         assert [row["sampled"] for row in found[draft]] == [row["sampled"] for row in found["plain"]]

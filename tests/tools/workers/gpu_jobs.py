@@ -5,8 +5,12 @@ With `ALSPEC_SHARE_GPUS=1` ranks beyond the GPUs share them: then one GPU is eno
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -36,6 +40,17 @@ def torchrun(num_ranks: int, visible: str, program: list[str]) -> list[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     shares = [str(WORKERS / "shared_gpu.py")] if num_ranks > len(visible.split(",")) else []
     return [*command, *shares, *program]
+
+
+def run_gpu_worker(num_ranks: int, cases: dict[str, Any], folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """What gpu_worker.py finds for these cases on so many ranks, by the run's name."""
+    files = [folder / f"{num_ranks}.{kind}" for kind in ("json", "out")]
+    files[0].write_text(json.dumps(cases))
+    visible = gpus(0, num_ranks)
+    command = torchrun(num_ranks, visible, [str(WORKERS / "gpu_worker.py"), *map(str, files)])
+    done = subprocess.run(command, env=environment(visible), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return dict(json.loads(files[1].read_text()))
 
 
 def environment(visible: str) -> dict[str, str]:
