@@ -14,8 +14,9 @@ def drafts(rows: list[dict[str, Any]], texts: list[dict[str, Any]]) -> str:
     if not rows:
         return ""
     text = (
-        "Continuations of windows of a text, in fp32: tokens that a round emits, and the share of rounds that accept"
-        " the first, second, ... draft. The samples are small: a difference of a tenth may be chance."
+        "Continuations of windows of a text: tokens that a round emits, and the share of rounds that accept the first,"
+        " second, ... draft, and of each draft behind accepted ones. Those in fp32 are of few rounds: a difference of a"
+        " tenth may be chance."
     )
     beside = (
         "Texts of 64 tokens behind 448 in bf16 on a GPU, beside those of plain steps with the same seed. A round rounds"
@@ -32,18 +33,22 @@ def accepted(rows: list[dict[str, Any]]) -> str:
         case, details = row["case"], row["details"]
         drafter = case["drafter"]
         if drafter == "self":
-            drafter += ", sink and window" if "--predictor window" in row["command"] else ", 16 recalled"
+            blocks = re.search(r"--recall-blocks (\d+)", row["command"])
+            recalled = f", {blocks[1] if blocks else 16} recalled"
+            drafter += ", sink and window" if "--predictor window" in row["command"] else recalled
             weights = re.search(r"--draft-weights (\S+)", row["command"])
             drafter += f", {weights[1]} copy" if weights else ""
-        shares = " / ".join(f"{share:.0%}" for share in details["accepted_by_place"])
+        by_place = details["accepted_by_place"]
+        shares = " / ".join(f"{share:.0%}" for share in by_place)
+        each = sum(by_place) / (1 + sum(by_place[:-1]))  # of the drafts behind accepted ones
         cells.append(
             [
                 drafter, text_of(row), str(case["context"]), f"{case['temperature']:g}", str(case["draft_tokens"]),
-                f"{details['tokens_per_round']:.2f}", shares, str(details["rounds"]),
+                case["dtype"], f"{details['tokens_per_round']:.2f}", shares, f"{each:.0%}", str(details["rounds"]),
             ]
         )  # fmt: skip
-    head = ["drafter", "text", "tokens", "temperature", "K", "tokens a round", "accepted", "rounds"]
-    return table(head, cells)
+    head = ["drafter", "text", "tokens", "temperature", "K", "dtype"]
+    return table([*head, "tokens a round", "accepted by place", "of each", "rounds"], cells)
 
 
 def parted(rows: list[dict[str, Any]]) -> str:

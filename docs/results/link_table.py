@@ -66,6 +66,8 @@ def split_of(rows: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
 def _hits(row: dict[str, Any]) -> str:
     """How many layers accept, and which."""
     case = row["case"]
+    if case["hit_rate"] is None:
+        return "no layer speculates"
     share = f"{case['hit_rate']:.0%} of the layers accept"
     blocks = case.get("layer_rates", "").removeprefix("hits_recall").removesuffix(".jsonl")
     return f"{share}, as SmolLM2's with {blocks} recalled blocks" if blocks else share

@@ -21,10 +21,17 @@ def recall() -> list[str]:
     sections = []
     if quality:
         text = (
-            "Reference semantics (`simulated`), S = 128. *Recalled* blocks of 64 tokens are those heaviest for"
+            "Reference semantics (`simulated`). *Recalled* blocks of 64 tokens are those heaviest for"
             " the token before; 0 is sink and window alone. Books have 8 windows, code and chat 6."
         )
-        sections.append("\n\n".join(["## Recalled blocks", text, provenance(*quality), hits(quality)]))
+        of_answers = (
+            "Greedy answers to prompts over books, in fp32, S = 128, against those of full attention: the share of"
+            " equal tokens, where each token follows the answer of full attention, and the number of answers that are"
+            " equal as a whole."
+        )
+        sections.append(
+            "\n\n".join(["## Recalled blocks", text, provenance(*quality), hits(quality), of_answers, answers(quality)])
+        )
     if attention:
         text = (
             "Median time of attention of one layer, 32 query heads and 8 KV heads of 128, S = 128, cold L2; of the time"
@@ -39,24 +46,44 @@ def recall() -> list[str]:
 
 def hits(rows: Rows) -> str:
     """Hit rate and change in bits per byte, for each model, text, context and number of blocks."""
-    lines: dict[tuple[str, str, int, int], dict[str, dict[str, Any]]] = {}
+    lines: dict[tuple[str, str, int, int, int], dict[str, dict[str, Any]]] = {}
     for row in rows:
         case = row["case"]
         if case["measure"] == "bits per byte":
-            key = (case["model"], text_of(row), case["context"], case.get("recall_blocks", 0))
+            key = (case["model"], text_of(row), case["context"], case["chunk_size"], case.get("recall_blocks", 0))
             lines.setdefault(key, {})[case["threshold"]] = row
     cells = []
-    for (model, text, context, blocks), found in sorted(lines.items()):
+    for (model, text, context, chunk_size, blocks), found in sorted(lines.items()):
         full = found["0.0"]["value"]
-        cell = ["the bundled model" if model == "demo" else model, text, str(context), str(blocks), f"{full:.4f}"]
+        name = "the bundled model" if model == "demo" else model
+        cell = [name, text, str(context), str(chunk_size), str(blocks), f"{full:.4f}"]
         for name in SHOWN:
             row = found.get(name)
             cell += ["", ""] if row is None else [f"{row['hit_rate']:.1%}", f"{row['value'] / full - 1:+.2%}"]
-        cells.append([*cell[:5], *(text for at, text in enumerate(cell[5:]) if at != 2 * len(SHOWN) - 2)])
-    head = ["model", "text", "tokens", "recalled", "bits per byte, full attention"]
+        cells.append([*cell[:6], *(text for at, text in enumerate(cell[6:]) if at != 2 * len(SHOWN) - 2)])
+    head = ["model", "text", "tokens", "S", "recalled", "bits per byte, full attention"]
     for name in SHOWN[:-1]:
         head += [f"hits, {lambda_name(name)}", "change"]
     return table([*head, f"change, {lambda_name(SHOWN[-1])}"], cells)
+
+
+def answers(rows: Rows) -> str:
+    """How far greedy answers equal those of full attention, for each number of blocks and lambda."""
+    found: dict[tuple[int, float], dict[int, dict[str, Any]]] = {}
+    for row in rows:
+        case = row["case"]
+        if case["measure"] == "greedy tokens equal" and case["threshold"] != "0.0":
+            found.setdefault((case["recall_blocks"], float(case["threshold"])), {})[case["context"]] = row
+    contexts = sorted({context for line in found.values() for context in line})
+    cells = []
+    for (blocks, threshold), line in sorted(found.items()):
+        cell = [str(blocks), f"{threshold:g}"]
+        for context in contexts:
+            row = line[context]
+            whole = round(row["details"]["share of whole answers"] * row["case"]["samples"])
+            cell.append(f"{row['value']:.1%}, {whole} of {row['case']['samples']}")
+        cells.append(cell)
+    return table(["recalled", "lambda", *(f"{context} tokens" for context in contexts)], cells)
 
 
 def short_hits() -> str:

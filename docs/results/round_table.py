@@ -18,7 +18,8 @@ def rounds(rows: list[dict[str, Any]]) -> str:
         return ""
     text = (
         "8B shape with random weights over a cache of random numbers: a round with K drafts against a plain step of the"
-        " same cache and context, in one run. A forced acceptance takes drafts whatever they are."
+        " same cache and context, in one run (K 1 and 2, and four GPUs: of another run). A forced acceptance takes"
+        " drafts whatever they are."
     )
     tables = [against_plain(rows), REAL_TEXT, with_texts(rows)]
     return "\n\n".join(["## Rounds with drafts", text, provenance(*rows), *tables])

@@ -103,6 +103,9 @@ def attend_workspace(
 ) -> LeanWorkspace:
     """Allocate the scratch memory of `attend` for all SMs but `spare_sms`; for 4 programs in the interpreter.
 
+    Over a quantised cache the rows of a request read the same records. With as many programs for each row and KV head,
+    all rows read a record at about the same time, so that one read from memory serves them; uneven runs drift apart.
+
     rows: of each request, for `attend_rows`.
     """
     sms = num_sms(device) - spare_sms if device.type == "cuda" else 4
@@ -111,6 +114,9 @@ def attend_workspace(
     # Rows are requests of the kernel over a quantised cache, and columns of the one over bf16.
     requests, heads = (rows, num_qo_heads) if is_quantised else (1, rows * num_qo_heads)
     requests *= layer.batch_size
+    if is_quantised and rows > 1:
+        outputs = requests * layer.num_kv_heads
+        programs -= programs % outputs if programs >= outputs else 0
     return LeanWorkspace.allocate(requests, heads, layer.num_kv_heads, layer.head_dim, device, programs)
 
 

@@ -18,7 +18,7 @@ from alspec.predictor import first_lossy_length
 from alspec.runtime.cache.codecs import Cache, check_head_dim, new_cache
 from alspec.runtime.decode.decode_step import DecodeStep
 from alspec.runtime.decode.hooks import OperationHook
-from alspec.runtime.decode.rounds.draft_policy import FUSED_COST, FUSED_ROW_COST, DraftPolicy, round_cost
+from alspec.runtime.decode.rounds.draft_policy import DraftPolicy
 from alspec.runtime.decode.rounds.drafter import Drafter
 from alspec.runtime.decode.rounds.model_drafter import ModelDrafter, SelfDrafter
 from alspec.runtime.decode.rounds.ngram_drafter import NgramDrafter
@@ -31,7 +31,7 @@ from alspec.runtime.engine.kept_weights import with_weights
 from alspec.runtime.engine.loading import open_model, read_weights
 from alspec.runtime.engine.memory import RoundSize
 from alspec.runtime.engine.round_composition import build_captured_rounds, serves_rows
-from alspec.runtime.profiling.predicted_costs import step_us
+from alspec.runtime.profiling.predicted_costs import DRAFT_LAYER_US, rows_us, step_us
 
 __all__ = ["Drafting", "check_draft_tokenizer", "copied_weights", "draft_model_config", "round_size"]
 
@@ -208,12 +208,13 @@ class Drafting:
         if self.config.draft == "self":
             speculation = self.config.speculation
             longest = first_lossy_length(speculation.chunk_size, speculation.recalled)
-            draft_us = self._step_us(self.copy_config or self.target, [min(n, longest) for n in seq_lens])
+            own = self.copy_config or self.target
+            draft_us = self._step_us(own, [min(n, longest) for n in seq_lens])
         else:
             assert self.model_config is not None
-            placement = self.choices.placement
-            draft_us = step_us(self.model_config, placement.tp_size, self.choices.dtype, seq_lens, "bf16", 0)
-        return draft_us / self._step_us(self.target, seq_lens)
+            own, placement = self.model_config, self.choices.placement
+            draft_us = step_us(own, placement.tp_size, self.choices.dtype, seq_lens, "bf16", 0)
+        return (draft_us + own.num_layers * DRAFT_LAYER_US) / self._step_us(self.target, seq_lens)
 
     def _step_us(self, model: LlamaConfig, seq_lens: list[int]) -> float:
         """Predicted time of a step over a cache as the model's."""
@@ -221,14 +222,13 @@ class Drafting:
         return step_us(model, tp_size, self.choices.dtype, seq_lens, config.kv_cache, config.kv_protect)
 
     def _fused_round_cost(self, seq_lens: list[int]) -> float:
-        """Estimated time of a round over the fused kernels at these lengths, relative to a plain step.
-
-        Over a quantised cache rows are read as requests are: each further row costs as much as the first.
-        """
-        attention = 0.0
-        if self.config.kv_cache != "bf16":
-            attention = 1.0 - self._step_us(self.target, [1] * len(seq_lens)) / self._step_us(self.target, seq_lens)
-        return round_cost(self.config.draft_tokens, self._cost(seq_lens), FUSED_ROW_COST + attention, FUSED_COST)
+        """Estimated time of a round over the fused kernels at these lengths, relative to a plain step."""
+        config = self.config
+        further_us = rows_us(
+            self.target, self.choices.placement.tp_size, self.choices.dtype, seq_lens, config.kv_cache,
+            config.kv_protect, self.num_rows,
+        )  # fmt: skip
+        return 1.0 + config.draft_tokens * self._cost(seq_lens) + further_us / self._step_us(self.target, seq_lens)
 
 
 def copied_weights(config: EngineConfig, target: LlamaConfig, tp_size: int, packs: bool) -> LlamaConfig | None:

@@ -14,7 +14,7 @@ from alspec.models.matrix_formats import kept_format, matrices_of
 from alspec.runtime.cache.codecs import read_bytes
 from alspec.runtime.profiling.stats import step_bytes
 
-__all__ = ["LINK_US", "STREAM_BYTES_PER_S", "link_costs", "step_costs", "step_us"]
+__all__ = ["DRAFT_LAYER_US", "LINK_US", "STREAM_BYTES_PER_S", "link_costs", "rows_us", "step_costs", "step_us"]
 
 # Measured constants of captured steps: one request on H200s over peer memory (NVLink). Other transports and eager steps
 # take longer. Each constant names its source: rows in docs/results, by bench. tests/launch/test_plan.py compares every
@@ -29,12 +29,22 @@ ATTENTION_US = 3.4  # decode_attention, 32/8 heads of 128, 1024 tokens: 4.2 to 4
 ALL_REDUCE_US = 0.65
 FIXED_US = 8.0  # outside of the layers; same fit, over shapes of 10 to 80 layers
 LAYER_US = 2.1  # in each layer; same fit
+# A layer without its attention takes at least this long: decode_rounds (SmolLM2), decode_step (checkpoint).
+LEAST_LAYER_US = 5.6
 # Products of quantised weights take longer than their bytes. Fitted to weights: decode_step.
 PACKED_LAYER_US = 9.3  # in a layer whose four matrices are packed
 INT4_BYTES_SHARE = 0.17  # of the time of the bytes of INT4 matrices
 # A layer takes this much longer with several requests, and with each of them but the first; by the format of its
 # matrices, None: 16 bits. Fitted to weights (linear: 4 and 8 rows; decode_step: 4 requests) and decode_rounds (8).
 SEVERAL_LAYER_US = {None: (13.0, 0.4), "fp8": (4.5, 1.5), "int4": (0.0, 2.0)}
+# A step with several rows of each request takes this much longer: in each layer; as a share of the time of the weights'
+# bytes, at all and with each row but the first; for each all-reduce, rank and row but the first. Fitted to the rows of
+# decode_rounds with n-grams: 8B on one, two and four GPUs, SmolLM2.
+ROWS_LAYER_US = 4.0
+ROWS_SHARE, ROW_SHARE = 0.09, 0.0145
+ROW_ALL_REDUCE_US = 0.11
+QUANTISED_ROW_SHARE = 0.4  # of attention over a quantised cache, for each row but the first (docs/experiments.md)
+DRAFT_LAYER_US = 6.5  # in each layer of a draft, beyond a step of the draft model; same fit (self, model)
 PAIR_FIXED_US = 14.4  # decode_parts, fixed: 145.8 minus the time of its bytes and FIXED_US
 HANDOVER_US = 5.4  # decode_parts, layer: 109.9 minus the time of its bytes and LAYER_US
 VERDICT_US = 2.2  # decode_parts: sender 123.0 minus attention 120.9
@@ -79,7 +89,7 @@ def step_costs(
     return StepCosts(
         num_layers=config.num_layers,
         fixed_us=fixed_us,
-        layer_us=layer_us,
+        layer_us=max(layer_us, LEAST_LAYER_US),
         attention_us=attention_us,
         sender_us=attention_us + VERDICT_US,
         receiver_us=min(PREDICTOR_US, attention_us),
@@ -115,6 +125,27 @@ def step_us(
         first_us, each_us = SEVERAL_LAYER_US[kept.format if kept else None]
         several_us = config.num_layers * (first_us + each_us * (len(seq_lens) - 1))
     return empty_us + several_us + cache / READ_BYTES_PER_S * 1e6
+
+
+def rows_us(
+    config: LlamaConfig,
+    tp_size: int,
+    dtype: torch.dtype,
+    seq_lens: list[int],
+    kv_cache: str,
+    kv_protect: int,
+    rows: int,
+) -> float:
+    """Predict how much longer a step takes that verifies `rows` rows of each request instead of one."""
+    weights_us = step_bytes(config, Shard(0, tp_size, 0, tp_size), dtype, [], kv_cache) / STREAM_BYTES_PER_S * 1e6
+    layer_us, further = ROWS_LAYER_US, rows - 1
+    if tp_size > 1:
+        layer_us += 2 * tp_size * ROW_ALL_REDUCE_US * further
+    attention_us = 0.0
+    if kv_cache != "bf16":
+        cache = sum(read_bytes(kv_cache, config, tp_size, dtype, length, kv_protect) for length in seq_lens)
+        attention_us = QUANTISED_ROW_SHARE * further * cache / READ_BYTES_PER_S * 1e6
+    return (ROWS_SHARE + ROW_SHARE * further) * weights_us + config.num_layers * layer_us + attention_us
 
 
 def link_costs(

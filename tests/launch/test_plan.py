@@ -69,7 +69,7 @@ def name_of(row: dict[str, Any]) -> str:
 def test_rows_cover_what_is_planned() -> None:
     found = {(row["case"]["world"], row["case"]["mode"]) for row in STEPS}
     assert found == {(1, "off"), (2, "off"), (4, "off"), (2, "paired"), (4, "paired")}
-    assert {row["case"]["kv_cache"] for row in STEPS} == {"bf16", "turbo4", "turbo-mixed"}
+    assert {row["case"]["kv_cache"] for row in STEPS} == {"bf16", "turbo4", "turbo-mixed", "turboquant4", "turboquant3"}
 
 
 @pytest.mark.parametrize("row", STEPS, ids=name_of)

@@ -250,7 +250,7 @@ class CapturedRoundStep:
         clock_ns, fault, *row = self._ring.read(self._taken, name)
         emitted, offered = self._parse(row)
         counts = [len(ids) if is_live else 0 for ids, is_live in zip(emitted, live, strict=True)]
-        if any(offered):
+        if kind is self._drafting and any(counts):  # a round in which nothing was found to draft costs as much
             self._policy.record(sum(counts) / sum(count > 0 for count in counts), self._cost())
         self._seq_lens = [length + count for length, count in zip(self._seq_lens, counts, strict=True)]
         if kind is self._drafting:

@@ -15,25 +15,23 @@ from __future__ import annotations
 import math
 from collections import deque
 
-__all__ = ["FUSED_COST", "FUSED_ROW_COST", "ROW_COST", "DraftPolicy", "round_cost"]
+__all__ = ["ROW_COST", "DraftPolicy", "round_cost"]
 
 ROW_COST = 0.05  # of each row beyond the first, relative to a plain step: products read the weights once for all rows
-# The same for the fused kernels: they read weights a little slower for several rows than for one, however many.
-FUSED_COST, FUSED_ROW_COST = 0.1, 0.02
 WINDOW_ROUNDS = 16  # rounds that the mean is over
 PROBE_ROUNDS = 4  # rounds of a probe
 RESUME_MARGIN = 1.05  # a probe must pay by this factor
 FIRST_PAUSE_STEPS = 32  # plain steps before the first probe
-LONGEST_PAUSE_STEPS = 256  # pauses double up to this
+LONGEST_PAUSE_STEPS = 128  # pauses double up to this
 
 
-def round_cost(num_drafts: int, draft_cost: float, row_cost: float = ROW_COST, first_cost: float = 0.0) -> float:
-    """Time of a round relative to a plain step: `1 + first cost + K (row cost + draft cost)`.
+def round_cost(num_drafts: int, draft_cost: float) -> float:
+    """Time of an eager round relative to a plain step: `1 + K (row cost + draft cost)`.
 
     Args:
-        num_drafts: K.  draft_cost: of one draft, relative to a plain step.  first_cost: of having several rows at all.
+        num_drafts: K.  draft_cost: of one draft, relative to a plain step.
     """
-    return 1.0 + first_cost + num_drafts * (row_cost + draft_cost)
+    return 1.0 + num_drafts * (ROW_COST + draft_cost)
 
 
 class DraftPolicy:
@@ -66,7 +64,11 @@ class DraftPolicy:
         return self._pause_left < 0
 
     def record(self, tokens: float, cost: float) -> None:
-        """Count a round that had drafts. tokens: emitted by it, mean over the requests. cost: as in `drafts`."""
+        """Count a round that cost more than a plain step.
+
+        Args:
+            tokens: emitted by it, mean over the requests.  cost: as in `drafts`.
+        """
         self._recent.append((tokens, cost))
         needed = PROBE_ROUNDS if self._is_probe else WINDOW_ROUNDS
         if len(self._recent) < needed:

@@ -16,16 +16,21 @@ from alspec.runtime.engine.composition import Choices
 from alspec.runtime.engine.drafting import Drafting
 from alspec.runtime.engine.kept_weights import with_weights
 
-TOLERANCE = 0.10
+TOLERANCE = 0.09
 ROWS = [json.loads(line) for line in (ROOT / "docs" / "results" / "decode_rounds.jsonl").read_text().splitlines()]
-ROWS = [row for row in ROWS if row["case"]["shape"] == "llama-3.1-8b"]
+SMOLLM2 = LlamaConfig.from_shape("llama-3.2-1b").model_copy(
+    update={
+        "num_layers": 30, "hidden_size": 576, "intermediate_size": 1536, "num_qo_heads": 9, "num_kv_heads": 3,
+        "head_dim": 64, "vocab_size": 49152, "max_positions": 8192,
+    }
+)  # fmt: skip
 OPTIONS = {"--weights": "weights", "--draft-weights": "draft_weights"}
 
 
 def setting_of(row: dict[str, Any]) -> tuple[Any, ...]:
     """What a round and the plain step beside it have in common."""
     case = row["case"]
-    return case["world"], case["batch"], option(row, "--weights"), case["kv_cache"], case["context"]
+    return case["shape"], case["world"], case["batch"], option(row, "--weights"), case["kv_cache"], case["context"]
 
 
 def option(row: dict[str, Any], flag: str) -> str:
@@ -39,13 +44,16 @@ PLAIN = {setting_of(row): row["us"]["p50"] for row in ROWS if "draft" not in row
 ROUNDS = {
     (row["case"]["draft"], row["case"]["draft_tokens"], *setting_of(row), option(row, "--draft-weights")): row
     for row in ROWS
-    if "draft" in row["case"] and (row["case"]["draft_tokens"], row["case"]["context"]) != (15, 131072)
+    if "draft" in row["case"]
+    and (row["case"]["draft_tokens"], row["case"]["context"]) != (15, 131072)
+    and (row["case"]["shape"], row["case"]["draft"]) != ("smollm2", "self")  # its drafts pause
 }  # of repeated rows the last counts
 
 
 @pytest.mark.parametrize("row", ROUNDS.values(), ids=["-".join(map(str, setting)) for setting in ROUNDS])
 def test_predicted_round_is_near_the_measured_one(row: dict[str, Any]) -> None:
-    case, shape = row["case"], LlamaConfig.from_shape(row["case"]["shape"])
+    case = row["case"]
+    shape = SMOLLM2 if case["shape"] == "smollm2" else LlamaConfig.from_shape(case["shape"])
     options: dict[str, Any] = {name: option(row, flag) for flag, name in OPTIONS.items()}
     config = EngineConfig(
         random_weights=case["shape"], draft=case["draft"], draft_tokens=case["draft_tokens"], kv_cache=case["kv_cache"],

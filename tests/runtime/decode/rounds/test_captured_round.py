@@ -139,6 +139,20 @@ def test_rounds_of_more_rows_than_fused_products_take(
         assert sum(accepted for step in engine.generation.rounds for _, accepted in step) > 0
 
 
+def test_a_round_that_finds_nothing_to_draft_counts_as_any_other(turbo_folder: Path) -> None:
+    """It costs as much: over a text without repeats the policy must see that drafts do not pay."""
+    with engine_of(turbo_folder, draft="ngram", draft_tokens=2) as engine:
+        engine.load(1, 16)
+        put_captured(engine)
+        step, record = engine.decode_step, mock.Mock()
+        assert isinstance(step, CapturedRoundStep)
+        with mock.patch.object(step, "_policy", mock.Mock(drafts=lambda *_: True, record=record)):
+            generated(engine, [list(range(40, 46))], SamplingConfig(max_new_tokens=4, ignore_eos=True))
+        # The last token has no room for drafts: a plain step.
+        assert engine.generation.rounds == [[(0, 0)]] * 3
+        assert [call.args[0] for call in record.call_args_list] == [1.0, 1.0]
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("codec", ["bf16", "turbo4"])
 def test_a_draft_model(turbo_folder: Path, make_prompt: Any, codec: str) -> None:

@@ -12,6 +12,7 @@ from alspec.runtime.decode.rounds.draft_policy import (
     LONGEST_PAUSE_STEPS,
     PROBE_ROUNDS,
     RESUME_MARGIN,
+    ROW_COST,
     WINDOW_ROUNDS,
     DraftPolicy,
     round_cost,
@@ -102,5 +103,5 @@ def test_it_is_never_far_from_the_better_choice(seed: int) -> None:
 
 
 def test_cost_of_a_round() -> None:
-    assert round_cost(4, 0.0, row_cost=0.05) == pytest.approx(1.2)
-    assert round_cost(2, 0.25, row_cost=0.1) == pytest.approx(1.7)
+    assert round_cost(4, 0.0) == pytest.approx(1.0 + 4 * ROW_COST)
+    assert round_cost(2, 0.25) == pytest.approx(1.5 + 2 * ROW_COST)
