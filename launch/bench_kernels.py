@@ -22,9 +22,17 @@ from alspec.config import QUANTISED_CODECS, BenchConfig
 from alspec.errors import BadNumbersError, UserError
 from alspec.kernels.attention.recall import RecallState, choose_recall_lists, recall_lists_ref
 from alspec.kernels.common.jit_launch import compiling
+from alspec.kernels.common.limits import FAST_ROWS
 from alspec.launch.bench.bench_allreduce import BATCHES, HIDDEN, connect, measure
 from alspec.launch.bench.bench_common import times_us
-from alspec.launch.bench.bench_linear import LINEAR_ROWS, LINEAR_WEIGHTS, PRODUCTS, LinearCase, baselines
+from alspec.launch.bench.bench_linear import (
+    LINEAR_ROWS,
+    LINEAR_SHAPES,
+    LINEAR_WEIGHTS,
+    LinearCase,
+    baselines,
+    products_of,
+)
 from alspec.launch.bench.bench_prefill import PREFILL_CASES, PrefillCase, check_prefill, prefill_runs
 from alspec.launch.bench.bench_prompt import PROMPT_CONTEXTS, measure_prompts, prompt_engines, prompt_table
 from alspec.launch.bench.bench_quantised import QuantisedCase, quantised_run
@@ -259,14 +267,18 @@ def bench_quantised_decode(results: Results, contexts: list[int]) -> None:
 
 
 def bench_recall(results: Results, contexts: list[int]) -> None:
-    """What recalled blocks cost: attention over each kind of cache, the time to `A~`, and the choice of all lists."""
-    counts, (hq, hkv, dim) = (0, 0, *RECALL_COUNTS), SHAPES[0]
-    chunks = (0, *[CHUNK_SIZE] * (len(counts) - 1))
-    names = ("decode_attention", *["speculative_decode"] * (len(counts) - 1))
+    """What recalled blocks cost: attention over each kind of cache, the time to `A~`, and the choice of all lists.
+
+    `masses` is attention that writes the weights of blocks, without `A~`.
+    """
+    counts, (hq, hkv, dim) = (0, 0, 0, *RECALL_COUNTS), SHAPES[0]
+    names = ("decode_attention", "masses", *["speculative_decode"] * (len(counts) - 2))
+    chunks = tuple(CHUNK_SIZE if name == "speculative_decode" else 0 for name in names)
+    kinds = [(chunk, count, name == "masses") for name, chunk, count in zip(names, chunks, counts, strict=True)]
     for context in contexts:
         label = {"heads": f"{hq}/{hkv}", "head_dim": dim, "context": context}
         case = Case.draw([context], hq, hkv, dim)
-        lean_runs = [lean(case, *sizes) for sizes in zip(chunks, counts, strict=True)]
+        lean_runs = [lean(case, *kind) for kind in kinds]
         impls = ["alspec.lean_decode_attention"] * len(counts)
         add_runs(
             results,
@@ -284,9 +296,7 @@ def bench_recall(results: Results, contexts: list[int]) -> None:
         del case, lean_runs
         for codec in RECALL_CODECS:
             quantised = QuantisedCase.draw([context], hq, hkv, dim, codec, COLD_BYTES)
-            runs = [
-                quantised_run(quantised, chunk, "exact", count) for chunk, count in zip(chunks, counts, strict=True)
-            ]
+            runs = [quantised_run(quantised, chunk, "exact", count, masses) for chunk, count, masses in kinds]
             impls = ["alspec.quantised_decode_attention"] * len(counts)
             own = label | {"codec": codec}
             add_runs(results, own, quantised, list(zip(names, impls, runs, chunks, strict=True)), None, counts)
@@ -357,32 +367,33 @@ def bench_shapes(results: Results, _: list[int], num_cases: int, seed: int) -> N
 
 
 def bench_linear(results: Results, _: list[int]) -> None:
-    """The products of a step of the 8B shape, by the format of their weights, and the library's. It has its own cases.
+    """The products of a layer, by the format of their weights, and the library's. It has its own cases.
 
-    The speed-up is that over our kernel with bf16 weights.
+    The speed-up is that over the library's product with bf16 weights. With more than `FAST_ROWS` rows a step uses that
+    one, too.
     """
-    for name, (rows, columns) in PRODUCTS.items():
+    for product in (each for shape in LINEAR_SHAPES for each in products_of(shape)):
+        label = {"product": product.name, "out": product.rows, "in": product.columns}
         base: dict[int, float] = {}
+        for impl, weights, copies, run in baselines(product):
+            for batch in LINEAR_ROWS:
+                (us,) = times_us([run(batch)], len(copies))
+                base.setdefault(batch, us["p50"])
+                case = {**label, "rows": batch, "weights": weights}
+                results.add("linear", impl, case, us, copies[0].nbytes, base[batch])
+            del copies, run
         for weights in LINEAR_WEIGHTS:
-            case = LinearCase.draw(name, weights, max(LINEAR_ROWS))
-            cases = {batch: case.of(batch) for batch in LINEAR_ROWS}
+            drawn = LinearCase.draw(product, weights, max(LINEAR_ROWS))
+            cases = {batch: drawn.of(batch) for batch in LINEAR_ROWS if weights != "bf16" or batch <= FAST_ROWS}
             with compiling():
                 for each in cases.values():
                     each.runs()(0)
             for batch, each in cases.items():
                 each.check()
-                (us,) = times_us([each.runs()], len(case.weights))
-                base.setdefault(batch, us["p50"])
-                label = {"product": name, "out": rows, "in": columns, "rows": batch, "weights": weights}
-                results.add("linear", "alspec.projections", label, us, case.num_bytes, base[batch])
-            del case, cases, each
-        for impl, weights, copies, run in baselines(name):
-            for batch in LINEAR_ROWS:
-                label = {"product": name, "out": rows, "in": columns, "rows": batch, "weights": weights}
-                (us,) = times_us([run(batch)], len(copies))
-                size = copies[0].nbytes
-                results.add("linear", impl, label, us, size, base[batch])
-            del copies, run
+                (us,) = times_us([each.runs()], len(drawn.weights))
+                case = {**label, "rows": batch, "weights": weights}
+                results.add("linear", "alspec.projections", case, us, drawn.num_bytes, base[batch])
+            del drawn, cases, each
 
 
 BENCHES: dict[str, Callable[..., None]] = {

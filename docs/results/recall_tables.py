@@ -124,7 +124,9 @@ def text_of(row: dict[str, Any]) -> str:
 
 def costs(rows: Rows) -> str:
     """Microseconds by context, without speculation, with sink and window, and with recalled blocks."""
-    kinds = {"decode_attention": "none", "speculative_decode": "", "spec_ready": "", "recall_lists": ""}
+    kinds = {
+        "decode_attention": "none", "masses": "masses", "speculative_decode": "", "spec_ready": "", "recall_lists": "",
+    }  # fmt: skip
     lines: dict[tuple[int, str], dict[str, float]] = {}
     counts: set[int] = set()
     for row in rows:
@@ -133,13 +135,10 @@ def costs(rows: Rows) -> str:
         column = kinds[bench] or str(case["recall_blocks"])
         counts |= {case["recall_blocks"]}
         lines.setdefault((case["context"], name), {})[column] = row["us"]["p50"]
-    columns = ["none", *map(str, sorted(counts))]
-    head = [
-        "tokens",
-        "",
-        "without `A~`",
-        *("sink and window" if count == "0" else f"{count} recalled" for count in columns[1:]),
-    ]
+    has_masses = any(row["bench"] == "masses" for row in rows)
+    columns = ["none", *(["masses"] if has_masses else []), *map(str, sorted(counts))]
+    titles = {"none": "without `A~`", "masses": "with weights of blocks", "0": "sink and window"}
+    head = ["tokens", "", *(titles.get(column, f"{column} recalled") for column in columns)]
     cells = [
         [str(context), name, *(f"{found[column]:.1f}" if column in found else "" for column in columns)]
         for (context, name), found in lines.items()

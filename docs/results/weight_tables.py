@@ -6,12 +6,8 @@ from typing import Any
 
 from result_rows import provenance, table
 
-PRODUCTS = {
-    "qkv": "qkv, 6144 x 4096",
-    "o": "o, 4096 x 4096",
-    "gate_up": "gate and up, 28672 x 4096",
-    "down": "down, 4096 x 14336",
-}
+PRODUCTS = {"qkv": "qkv", "o": "o", "gate_up": "gate and up", "down": "down"}
+SHOWN_ROWS = (1, 8, 16)
 COLUMNS = {
     "bf16": ("bf16", "alspec.projections"),
     "`torch.linear`": ("bf16", "torch.linear"),
@@ -36,7 +32,7 @@ def weights(rows: list[dict[str, Any]], quality: list[dict[str, Any]]) -> str:
             "Whole steps with random weights:",
             provenance(*steps),
             weight_steps(rows),
-            "Single products of the 8B shape, in microseconds at 1 / 8 rows; ours with RoPE and append, or SiLU:",
+            "Single products, in microseconds at 1 / 8 / 16 rows, where measured; ours with RoPE and append, or SiLU:",
             provenance(*products),
             weight_products(rows),
             "Bits per byte of books, 8 windows of 1024 tokens in fp32:",
@@ -64,16 +60,25 @@ def weight_steps(rows: list[dict[str, Any]]) -> str:
 
 
 def weight_products(rows: list[dict[str, Any]]) -> str:
-    """A line for each product: microseconds at 1 and at 8 rows."""
-    found = {
-        (row["case"]["product"], row["case"]["weights"], row["impl"], row["case"]["rows"]): row["us"]["p50"]
-        for row in rows if row["bench"] == "linear"
-    }  # fmt: skip
+    """A line for each product: microseconds by number of rows. What was not measured is left out."""
+    found: dict[tuple[str, int, int], dict[tuple[str, str], dict[int, float]]] = {}
+    for row in rows:
+        if row["bench"] == "linear":
+            case = row["case"]
+            line = found.setdefault((case["product"], case["out"], case["in"]), {})
+            line.setdefault((case["weights"], row["impl"]), {})[case["rows"]] = row["us"]["p50"]
     lines = [
-        [name, *(" / ".join(f"{found[product, *column, rows]:.1f}" for rows in (1, 8)) for column in COLUMNS.values())]
-        for product, name in PRODUCTS.items()
+        [
+            f"{PRODUCTS[name]}, {outputs} x {inputs}",
+            *(_by_rows(line.get(column, {})) for column in COLUMNS.values()),
+        ]
+        for (name, outputs, inputs), line in found.items()
     ]
     return table(["product", *COLUMNS], lines)
+
+
+def _by_rows(us: dict[int, float]) -> str:
+    return " / ".join(f"{us[rows]:.1f}" for rows in SHOWN_ROWS if rows in us)
 
 
 def weight_quality(rows: list[dict[str, Any]]) -> str:

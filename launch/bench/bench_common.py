@@ -33,15 +33,21 @@ def new_recall(
     """
     if not count:
         return None
-    num_qo_heads, num_kv_heads, capacity = shape
+    _, num_kv_heads, _ = shape
     rows = []
     for sink_end, window_start in zip(*(ends.tolist() for ends in predictor_ranges(seq_lens, chunk_size)), strict=True):
         blocks = torch.arange(sink_end // KV_TILE, window_start // KV_TILE)
         chosen = blocks[:: max(1, len(blocks) // count)][:count].int()
         rows.append(torch.nn.functional.pad(chosen, (0, count - len(chosen)), value=-1))
     lists = torch.stack(rows)[:, None].repeat(1, num_kv_heads, 1).to(seq_lens.device)
-    weights = (len(rows), num_kv_heads, -(-capacity // KV_TILE), 4, num_qo_heads // num_kv_heads)
-    return RecallBuffers(lists, torch.empty(weights, device=seq_lens.device), parts)
+    return RecallBuffers(lists, new_block_lse(len(rows), shape, seq_lens.device), parts)
+
+
+def new_block_lse(batch_size: int, shape: tuple[int, int, int], device: torch.device) -> Tensor:
+    """Room for the weights of all blocks, as `RecallBuffers.block_lse`. shape: as for `new_recall`."""
+    num_qo_heads, num_kv_heads, capacity = shape
+    blocks = -(-capacity // KV_TILE)
+    return torch.empty(batch_size, num_kv_heads, blocks, 4, num_qo_heads // num_kv_heads, device=device)
 
 
 def new_spec_output(

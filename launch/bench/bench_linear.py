@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,26 +20,42 @@ from alspec.kernels.linear.push import push_partial
 from alspec.kernels.norm.residual import num_square_sums
 from alspec.launch.bench.bench_common import check_close
 from alspec.launch.bench.decode_case import COLD_BYTES
+from alspec.models.llama_config import LlamaConfig
+from alspec.models.matrix_formats import matrices_of
 
-__all__ = ["LINEAR_ROWS", "LINEAR_WEIGHTS", "PRODUCTS", "LinearCase", "baselines"]
+__all__ = ["LINEAR_ROWS", "LINEAR_SHAPES", "LINEAR_WEIGHTS", "LinearCase", "Product", "baselines", "products_of"]
 
-LINEAR_ROWS = (1, 4, 8)
+LINEAR_SHAPES = ("llama-3.1-8b", "llama-3.1-70b")
+LINEAR_ROWS = (1, 2, 4, 8, 16)
 LINEAR_WEIGHTS = ("bf16", "fp8", "int4")
-PRODUCTS = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}  # 8B: out, in
 GROUP, KV_HEADS, HEAD_DIM, EPS = 128, 8, 128, 1e-5
 TOLERANCE = 1e-2  # relative RMS of a bf16 output against fp64
 
 Weight = Tensor | DecodeWeight
 
 
-def draw_weight(name: str, weights: str) -> Weight:
+class Product(NamedTuple):
+    """One product of a layer: its name and matrix."""
+
+    name: str
+    rows: int  # outputs
+    columns: int  # inputs
+    stride: int  # of `Matrix`
+
+
+def products_of(shape: str) -> list[Product]:
+    """The products of a layer of a model shape on one rank."""
+    matrices = matrices_of(LlamaConfig.from_shape(shape), 1)
+    return [Product(name, matrix.rows, matrix.columns, matrix.stride) for name, matrix in matrices.items()]
+
+
+def draw_weight(product: Product, weights: str) -> Weight:
     """A random weight of a product, N(0, 1 / in) for bf16, else random codes with scales of about that size."""
-    rows, columns = PRODUCTS[name]
+    _, rows, columns, stride = product
     if weights == "bf16":
         dense: Tensor = torch.randn(rows, columns, dtype=torch.bfloat16, device="cuda") / columns**0.5
         return dense
     weight_format: WeightFormat = "fp8" if weights == "fp8" else "int4"
-    stride = {"qkv": HEAD_DIM // 2, "gate_up": rows // 2}.get(name, 8)
     if weight_format == "fp8":
         codes = torch.randn(rows, columns, device="cuda").to(torch.float8_e4m3fn)
         scales = (torch.rand(rows, 1, device="cuda") + 0.5) / columns**0.5
@@ -51,7 +68,7 @@ def draw_weight(name: str, weights: str) -> Weight:
 
 @dataclass
 class LinearCase:
-    """One product of the 8B shape, with enough copies of its weight to keep the L2 cold."""
+    """One product, with enough copies of its weight to keep the L2 cold."""
 
     name: str
     weights: list[Weight]
@@ -60,11 +77,11 @@ class LinearCase:
     outputs: tuple[Tensor, ...]  # what the kernel writes
 
     @classmethod
-    def draw(cls, name: str, weights: str, batch: int) -> LinearCase:
+    def draw(cls, product: Product, weights: str, batch: int) -> LinearCase:
         """Fresh random inputs."""
-        rows, columns = PRODUCTS[name]
-        first = draw_weight(name, weights)
-        others = [draw_weight(name, weights) for _ in range(max(3, min(63, COLD_BYTES // first.nbytes)))]
+        name, rows, columns, _ = product
+        first = draw_weight(product, weights)
+        others = [draw_weight(product, weights) for _ in range(max(3, min(63, COLD_BYTES // first.nbytes)))]
         x = torch.randn(batch, columns, dtype=torch.bfloat16, device="cuda")
         squares = torch.rand(batch, num_square_sums(columns), device="cuda") * columns
 
@@ -135,13 +152,15 @@ def _rotation(batch: int) -> Tensor:
 Baseline = tuple[str, str, list[Tensor], Callable[[int], Callable[[int], object]]]
 
 
-def baselines(name: str) -> Iterator[Baseline]:
+def baselines(product: Product) -> Iterator[Baseline]:
     """The library's products without norm and epilogue: implementation, weights, their copies, and runs of a batch.
+
+    The first one has weights of 16 bits.
 
     `torch._scaled_mm` takes inputs in FP8 and at least 16 rows; `_weight_int4pack_mm` has bf16 scales and zeros.
     GemLite is measured if it is installed.
     """
-    rows, columns = PRODUCTS[name]
+    _, rows, columns, _ = product
     x = torch.randn(16, columns, dtype=torch.bfloat16, device="cuda")
     dense = [torch.randn(rows, columns, dtype=torch.bfloat16, device="cuda")]
     dense += [dense[0].clone() for _ in range(max(3, min(63, COLD_BYTES // dense[0].nbytes)))]

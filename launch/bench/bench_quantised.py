@@ -18,7 +18,7 @@ from alspec.kernels.attention.dispatch import attend_workspace
 from alspec.kernels.kv_codec.codec_reference import dequantize_side
 from alspec.kernels.kv_codec.formats import format_of, record_words, side_of, side_words
 from alspec.kernels.kv_codec.quantised_layer import BLOCK, QuantisedLayer
-from alspec.launch.bench.bench_common import new_recall, new_spec_output, written
+from alspec.launch.bench.bench_common import new_block_lse, new_recall, new_spec_output, written
 from alspec.sas import Softmax
 
 __all__ = ["QuantisedCase", "quantised_run"]
@@ -124,26 +124,26 @@ def _parameters(method: str, num_blocks: int, head_dim: int, bits: int, device: 
 
 
 def quantised_run(
-    case: QuantisedCase, chunk_size: int, softmax: Softmax = "exact", recall_blocks: int = 0
+    case: QuantisedCase, chunk_size: int, softmax: Softmax = "exact", recall_blocks: int = 0, masses: bool = False
 ) -> Callable[[int], tuple[Tensor, ...]]:
-    """Our kernel on copy `i`. With `chunk_size` it also writes `A~`, with recalled blocks, and the sums."""
+    """Our kernel on copy `i`. See `lean` in decode_case.py."""
     _, batch, hq, dim = case.q.shape
     device, hkv = case.q.device, case.layers[0].num_kv_heads
     workspace = attend_workspace(case.layers[0], hq, device)
     out, lse = torch.full_like(case.q[0], math.nan), torch.full((batch, hq), math.nan, device=device)
     layers = [replace(layer, softmax=softmax) for layer in case.layers]
-    speculation = None
+    speculation, shape = None, (hq, hkv, int(case.seq_lens.max()))
+    block_lse = new_block_lse(batch, shape, device) if masses else None
     if chunk_size:
         parts = quantised_spec_parts(batch, hq // hkv, device)
-        capacity = int(case.seq_lens.max())
-        recall = new_recall(
-            case.seq_lens, (hq, hkv, capacity), chunk_size, recall_blocks, quantised_recall_parts(recall_blocks)
-        )
+        recall = new_recall(case.seq_lens, shape, chunk_size, recall_blocks, quantised_recall_parts(recall_blocks))
         speculation, packets = new_spec_output(chunk_size, case.q[0], parts, device, recall)
         packets.fill_(-1)  # another epoch than that of the run
 
     def run(i: int) -> tuple[Tensor, ...]:
-        quantised_decode_attention(case.q[i], layers[i], case.seq_lens, dim**-0.5, workspace, out, lse, speculation)
+        quantised_decode_attention(
+            case.q[i], layers[i], case.seq_lens, dim**-0.5, workspace, out, lse, speculation, block_lse=block_lse
+        )
         return written(out, speculation)
 
     return run

@@ -15,7 +15,7 @@ from torch import Tensor
 from alspec.kernels.attention.decode.lean_decode import lean_decode_attention, lean_recall_parts, spec_parts
 from alspec.kernels.attention.dispatch import KVLayer, attend_workspace
 from alspec.kernels.attention.oracles import decode_attention_ref, speculative_decode_attention_ref
-from alspec.launch.bench.bench_common import check_close, combined, new_recall, new_spec_output, written
+from alspec.launch.bench.bench_common import check_close, combined, new_block_lse, new_recall, new_spec_output, written
 from alspec.launch.bench.bench_quantised import QuantisedCase
 from alspec.predictor import KV_TILE, predictor_ranges
 from alspec.verdict import distance_sums
@@ -74,25 +74,28 @@ class Case:
         return int(self.seq_lens.sum()) * heads * head_dim * 2 * self.k.itemsize
 
 
-def lean(case: Case, chunk_size: int = 0, recall_blocks: int = 0) -> Run:
-    """Our kernel on copy `i`. With `chunk_size` it also writes `A~`, with recalled blocks, and the sums."""
+def lean(case: Case, chunk_size: int = 0, recall_blocks: int = 0, masses: bool = False) -> Run:
+    """Our kernel on copy `i`. With `chunk_size` it also writes `A~`, with recalled blocks, and the sums.
+
+    masses: without `chunk_size` it writes the weights of all blocks.
+    """
     _, batch, hq, dim = case.q.shape
     device, hkv = case.q.device, case.k.shape[2]
     workspace = attend_workspace(KVLayer(case.k[0], case.v[0]), hq, device)
     out, lse = torch.full_like(case.q[0], math.nan), torch.full((batch, hq), math.nan, device=device)
-    speculation = None
+    speculation, shape = None, (hq, hkv, case.k.shape[3])
+    block_lse = new_block_lse(batch, shape, device) if masses else None
     if chunk_size:
         parts = spec_parts(chunk_size, batch, hq, hkv, dim, case.q.dtype, device)
-        recall = new_recall(
-            case.seq_lens, (hq, hkv, case.k.shape[3]), chunk_size, recall_blocks, lean_recall_parts(recall_blocks)
-        )
+        recall = new_recall(case.seq_lens, shape, chunk_size, recall_blocks, lean_recall_parts(recall_blocks))
         speculation, packets = new_spec_output(chunk_size, case.q[0], parts, device, recall)
         packets.fill_(-1)  # another epoch than that of the run
 
     def run(i: int) -> tuple[Tensor, ...]:
         lean_decode_attention(
-            case.q[i], case.k[i], case.v[i], case.seq_lens, dim**-0.5, workspace, out, lse, speculation
-        )
+            case.q[i], case.k[i], case.v[i], case.seq_lens, dim**-0.5, workspace, out, lse, speculation,
+            block_lse=block_lse,
+        )  # fmt: skip
         return written(out, speculation)
 
     return run
