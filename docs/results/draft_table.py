@@ -44,11 +44,11 @@ def accepted(rows: list[dict[str, Any]]) -> str:
         cells.append(
             [
                 drafter, text_of(row), str(case["context"]), f"{case['temperature']:g}", str(case["draft_tokens"]),
-                case["dtype"], f"{details['tokens_per_round']:.2f}", shares, f"{each:.0%}", str(details["rounds"]),
+                case["dtype"], f"{row['value']:.2f}", f"{details['tokens_per_round']:.2f}", shares, f"{each:.0%}", str(details["rounds"]),
             ]
         )  # fmt: skip
     head = ["drafter", "text", "tokens", "temperature", "K", "dtype"]
-    return table([*head, "tokens a round", "accepted by place", "of each", "rounds"], cells)
+    return table([*head, "tokens a step", "tokens a round", "accepted by place", "of each", "rounds"], cells)
 
 
 def parted(rows: list[dict[str, Any]]) -> str:
