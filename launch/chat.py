@@ -215,10 +215,11 @@ class _Stop:
 
     def _tokens_ahead(self) -> int:
         """Tokens in `CHECK_S`; with one rank 1, because nothing is exchanged."""
-        step_us = self._engine.generation.step_us
-        if self._engine.placement.world_size == 1 or not step_us:
+        generation = self._engine.generation
+        if self._engine.placement.world_size == 1 or not generation.step_us:
             return 1
-        return max(1, min(MOST_TOKENS, round(CHECK_S * 1e6 * len(step_us) / sum(step_us))))
+        tokens_per_us = sum(generation.tokens_of_steps) / sum(generation.step_us)
+        return max(1, min(MOST_TOKENS, round(CHECK_S * 1e6 * tokens_per_us)))
 
 
 if __name__ == "__main__":

@@ -136,6 +136,7 @@ def _measure(
             "kv_cache": config.kv_cache,
             "kv_protect": config.kv_protect,
             "chunk_size": config.speculation.chunk_size,
+            **({"recall_blocks": config.speculation.recalled} if config.draft == "self" else {}),
             "samples": len(prompts),
             "new_tokens": NEW_TOKENS,
             "dtype": engine.dtype_name,

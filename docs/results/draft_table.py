@@ -44,7 +44,8 @@ def accepted(rows: list[dict[str, Any]]) -> str:
         cells.append(
             [
                 drafter, text_of(row), str(case["context"]), f"{case['temperature']:g}", str(case["draft_tokens"]),
-                case["dtype"], f"{row['value']:.2f}", f"{details['tokens_per_round']:.2f}", shares, f"{each:.0%}", str(details["rounds"]),
+                case["dtype"], f"{row['value']:.2f}", f"{details['tokens_per_round']:.2f}", shares, f"{each:.0%}",
+                str(details["rounds"]),
             ]
         )  # fmt: skip
     head = ["drafter", "text", "tokens", "temperature", "K", "dtype"]

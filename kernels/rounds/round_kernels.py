@@ -118,7 +118,8 @@ def _begin_model_draft_kernel(
 def begin_model_draft(state: RoundState, rows: RoundRowBuffers) -> None:
     """Write the rows of a draft model's first step: the newest token, and the one before it.
 
-    The draft model has not seen the latter if all drafts of the last round were accepted, or a plain step came between.
+    The draft model has not seen the latter if all drafts of the last round were accepted, or if a plain step came
+    between. After both it lacks three tokens, which the host gives it first (`CapturedRoundStep`).
 
     Args:
         rows: two of each request, written.

@@ -22,7 +22,7 @@ from alspec.kernels.comm.exchange import Exchange
 from alspec.kernels.common.jit_launch import compiling
 from alspec.kernels.sampling.next_token import RING_HEADER, RING_STEPS, finish_step
 from alspec.runtime.decode.captured_choice import CapturedChoice, ChoiceKinds
-from alspec.runtime.decode.decode_step import StepRecord
+from alspec.runtime.decode.decode_step import RECENT_STEPS, StepRecord
 from alspec.runtime.decode.decoder import Decoder, SpeculationState
 from alspec.runtime.decode.hooks import OperationHook, no_hook
 from alspec.runtime.decode.pair_policy import PairPolicy
@@ -32,6 +32,7 @@ __all__ = ["CapturedStep", "capture_graph"]
 
 # Steps in flight: one step runs while the host reads the previous one. Every rank must launch the same number of steps,
 # so the number depends on the tokens alone.
+MAIN, ALONE = "m", "a"  # letters of `recent_kinds`: the step, and that of one group alone in a pair
 DEPTH = 2
 
 
@@ -83,6 +84,7 @@ class CapturedStep:
         self._alone = None if alone is None else StepKind(alone, False)
         self._policy = policy
         self._flying: deque[StepKind] = deque()  # steps that are launched and not read
+        self._recent: deque[str] = deque(maxlen=RECENT_STEPS)  # kinds of the newest launched steps
         self._num_tokens = 0  # of all requests when the generation began
         self._depth = DEPTH  # most steps in flight
         self._speculation = speculation
@@ -196,13 +198,16 @@ class CapturedStep:
         """Number of steps launched so far. See `DecodeStep.launched`."""
         return self._launched
 
-    def catch_up(self, launched: int) -> None:
+    @property
+    def recent_kinds(self) -> str:
+        """See `DecodeStep.recent_kinds`."""
+        return "".join(self._recent)
+
+    def catch_up(self, launched: int, kinds: str) -> None:
         """Launch the steps that other ranks have launched: each step needs all ranks. See `DecodeStep.catch_up`."""
         while self._main.graph is not None and self._launched < launched:
-            if self._policy is not None:  # its choice depends on the steps that are read
-                while len(self._flying) >= self._depth:
-                    self._read()
-            self._launch(self._next_kind())
+            is_alone = kinds[self._launched - launched] == ALONE
+            self._launch(self._alone if is_alone and self._alone is not None else self._main)
 
     def _next_kind(self) -> StepKind:
         """What kind of step is launched next: every rank has read as many steps by then, so all choose alike."""
@@ -219,15 +224,23 @@ class CapturedStep:
         if self._policy is not None:
             self._decoder.set_lead(self._policy.lead(self._tokens_at(self._launched)))
         if kind.graph is None:
-            self._launch_step(kind, self._operation)
-            self._launched += 1
-            self._flying.append(kind)
+            try:
+                self._launch_step(kind, self._operation)
+            except BaseException:
+                self._prepared = False  # an incomplete step leaves counts in the sampler's tables
+                raise
+            self._count(kind)
             return
         with interrupts_wait():
             with kind.decoder.launching(self._launched + 1):
                 kind.graph.replay()
-            self._launched += 1
-            self._flying.append(kind)
+            self._count(kind)
+
+    def _count(self, kind: StepKind) -> None:
+        """Count a step that has been launched."""
+        self._launched += 1
+        self._flying.append(kind)
+        self._recent.append(ALONE if kind is self._alone else MAIN)
 
     @property
     def next_step(self) -> int:
@@ -243,11 +256,7 @@ class CapturedStep:
         if self._speculation is not None:
             self._set_live(live or [True] * self._batch_size)
         while self._launched < self._taken + depth:
-            try:
-                self._launch(self._next_kind())
-            except BaseException:
-                self._prepared = False  # an incomplete step leaves counts in the sampler's tables
-                raise
+            self._launch(self._next_kind())
         return self._read()
 
     def _read(self) -> StepRecord:
@@ -273,6 +282,7 @@ class CapturedStep:
         if live != self._live:
             assert self._speculation is not None
             # No step is in flight that could still read the flags.
+            self._live = []  # not known, if an interrupt ends the copy
             self._live_flags.copy_(torch.tensor(live))
             self._speculation.live.copy_(self._live_flags, non_blocking=True)
             self._live = list(live)

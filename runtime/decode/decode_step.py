@@ -17,7 +17,9 @@ from torch import Tensor
 from alspec.config import SamplingConfig
 from alspec.kernels.sampling.logprobs import Logprobs
 
-__all__ = ["WARM_UP_TOKENS", "DecodeStep", "StepRecord", "warm_up"]
+__all__ = ["RECENT_STEPS", "WARM_UP_TOKENS", "DecodeStep", "StepRecord", "warm_up"]
+
+RECENT_STEPS = 8  # `recent_kinds` tells as many: more than one rank launches ahead of another
 
 WARM_UP_TOKENS = 2  # tokens behind those that are kept, of the step that `warm_up` runs; a cache must have room
 
@@ -64,6 +66,10 @@ class DecodeStep(Protocol):
         """Steps launched ahead of the host so far, over all generations."""
 
     @property
+    def recent_kinds(self) -> str:
+        """Kinds of the newest launched steps, a letter for each, the newest last; at most `RECENT_STEPS`."""
+
+    @property
     def prompt_queries(self) -> Tensor | None:
         """[L, B, Hq, D] on the device: room for the queries of each prompt's last token, if `A~` recalls blocks."""
 
@@ -103,12 +109,17 @@ class DecodeStep(Protocol):
         """Decode one token for each request, or more.
 
         Args:
-            remaining: most tokens that a request still needs, so that so many steps may follow, this one included.
+            remaining: most tokens that a request still needs: so many steps may follow, this one included, or fewer
+                rounds.
             live: [B], requests that are still generating; only these count in verdicts. None: all requests.
         """
 
-    def catch_up(self, launched: int) -> None:
-        """Launch the steps that another rank has launched ahead, before anything waits for the device."""
+    def catch_up(self, launched: int, kinds: str) -> None:
+        """Launch the steps that another rank has launched ahead, before anything waits for the device.
+
+        Args:
+            launched, kinds: `launched` and `recent_kinds` of the rank that has launched most.
+        """
 
     def release(self) -> None:
         """Destroy the graph. Call it before the graph's buffers and process groups are freed."""

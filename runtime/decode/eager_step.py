@@ -99,6 +99,7 @@ class EagerStep:
     is_fused = False
     uses_graph = False
     launched = 0  # the host waits for every step
+    recent_kinds = ""
 
     def __init__(
         self,
@@ -212,7 +213,7 @@ class EagerStep:
         tokens = [[token] for token in self._token_ids]
         return StepRecord(tokens, result.hits, (time.perf_counter() - started) * 1e6, 0, logprobs)
 
-    def catch_up(self, launched: int) -> None:
+    def catch_up(self, launched: int, kinds: str) -> None:
         """Do nothing: no eager step is ever in flight. See `DecodeStep.catch_up`."""
 
     def release(self) -> None:

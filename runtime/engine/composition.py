@@ -12,10 +12,11 @@ import torch
 from alspec.config import EngineConfig, SpeculationConfig
 from alspec.errors import UserError
 from alspec.kernels.attention.decode.combine import num_sums
+from alspec.kernels.attention.decode.lean_decode import MAX_COLUMNS
 from alspec.kernels.attention.dispatch import attend_recall_parts, attend_spec_parts
 from alspec.kernels.attention.recall import RecallState
 from alspec.kernels.comm.pair_state import PairShape
-from alspec.kernels.common.limits import FAST_ROWS, MAX_FUSED_ROWS, MAX_ROWS, max_batch
+from alspec.kernels.common.limits import FAST_ROWS, MAX_BATCH, MAX_FUSED_ROWS, MAX_ROWS, max_batch
 from alspec.kernels.linear.decode_weight import DecodeWeight
 from alspec.kernels.linear.gemm_products import GemmProducts
 from alspec.kernels.linear.products import FusedProducts, Products
@@ -57,6 +58,7 @@ __all__ = [
     "choose_pair_policy",
     "choose_products",
     "eager_notices",
+    "serves_rows",
     "find_peer_memory",
     "keeps_context",
     "network_notices",
@@ -157,13 +159,29 @@ def keeps_context(config: EngineConfig, mode: str, for_turns: bool = False) -> b
     return mode != "off" or config.draft != "off" or for_turns
 
 
-def eager_notices(choices: Choices, batch_size: int, config: EngineConfig, known: list[str]) -> list[str]:
+def serves_rows(batch_size: int, rows: int, config: LlamaConfig, tp_size: int) -> bool:
+    """Whether the fused kernels serve a round of so many rows of each request."""
+    heads, kv_heads = config.local_heads(tp_size)
+    if batch_size > MAX_BATCH or batch_size * rows > MAX_ROWS:
+        return False
+    return rows * (heads // kv_heads) <= MAX_COLUMNS
+
+
+def eager_notices(
+    choices: Choices, batch_size: int, config: EngineConfig, model: LlamaConfig, known: list[str]
+) -> list[str]:
     """Notices, other than the known ones, if steps of so many requests are too large to be captured."""
-    most, name, count = max_batch(choices.mode), "requests", batch_size
-    if batch_size <= most and config.draft != "off":
-        most, name, count = MAX_ROWS, "rows of a round", batch_size * config.tokens_of_step
-    notice = f"{count} {name}: operations are launched one by one; captured steps serve up to {most}"
-    return [notice] if choices.has_fused_step and count > most and notice not in known else []
+    most, tp_size, reason = max_batch(choices.mode), choices.placement.tp_size, ""
+    if batch_size > most:
+        reason = f"{batch_size} requests: operations are launched one by one; captured steps serve up to {most}"
+    elif config.draft != "off" and not serves_rows(batch_size, rows := config.tokens_of_step, model, tp_size):
+        heads, kv_heads = model.local_heads(tp_size)
+        most = min(MAX_ROWS // batch_size, MAX_COLUMNS // (heads // kv_heads))
+        reason = (
+            f"{batch_size} requests of {rows} rows: the operations of a round are launched one by one; captured rounds "
+            f"serve up to {most} rows of each request here (--draft-tokens {most - 1})"
+        )
+    return [reason] if choices.has_fused_step and reason and reason not in known else []
 
 
 def find_peer_memory(choices: Choices, requested: str, transport: Transport) -> tuple[PeerMemory | None, list[str]]:

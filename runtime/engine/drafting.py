@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from alspec.config import EngineConfig
 from alspec.errors import UserError, show
+from alspec.kernels.kv_codec.quantised_layer import BLOCK
 from alspec.models.checkpoint.checkpoint import Checkpoint
 from alspec.models.checkpoint.source import draft_model_source, has_tokenizer, model_config, open_tokenizer
 from alspec.models.llama import Llama, quantised_copy
@@ -26,11 +27,11 @@ from alspec.runtime.decode.rounds.round_step import RoundStep
 from alspec.runtime.decode.rounds.row_forward import RowForward
 from alspec.runtime.distributed.placement import PeerMemory
 from alspec.runtime.distributed.transport import Transport
-from alspec.runtime.engine.composition import Choices
+from alspec.runtime.engine.composition import Choices, serves_rows
 from alspec.runtime.engine.kept_weights import with_weights
 from alspec.runtime.engine.loading import open_model, read_weights
 from alspec.runtime.engine.memory import RoundSize
-from alspec.runtime.engine.round_composition import build_captured_rounds, serves_rows
+from alspec.runtime.engine.round_composition import build_captured_rounds
 from alspec.runtime.profiling.predicted_costs import DRAFT_LAYER_US, rows_us, step_us
 
 __all__ = ["Drafting", "check_draft_tokenizer", "copied_weights", "draft_model_config", "round_size"]
@@ -78,6 +79,7 @@ class Drafting:
     copy_config: LlamaConfig | None = None  # of the copy
     model: Llama | None = None  # the draft model, when it is loaded
     most_tokens: float = math.inf  # longer texts than this are not drafted; set by `build_step`
+    _round_costs: dict[tuple[int, float], float] = field(default_factory=dict)  # by requests and mean length
 
     @classmethod
     def open(
@@ -153,6 +155,7 @@ class Drafting:
         """
         own = self._draft_cache(cache, transport)
         self.most_tokens = math.inf
+        self._round_costs.clear()
         if self.model_config is not None and cache.max_context > self.model_config.longest_context:
             # A round is launched before the last one is read, so it may begin K + 1 tokens later than is known here.
             self.most_tokens = self.model_config.longest_context - 2 * self.num_rows
@@ -165,7 +168,7 @@ class Drafting:
         if self.choices.has_fused_step and serves_rows(cache.batch_size, self.num_rows, self.target, tp_size):
             return build_captured_rounds(
                 model, cache, transport, peer_memory, self.choices.uses_graph, operation, self.config, policy,
-                self._fused_round_cost, self.model, own,
+                self._captured_round_cost, self.model, own,
             )  # fmt: skip
         chunk_size, recalled = self.config.speculation.chunk_size, self._recalled
         copy = self.model if self.copy_config is not None else None
@@ -174,12 +177,12 @@ class Drafting:
         if self.config.draft == "ngram":
             drafter = NgramDrafter()
         elif self.config.draft == "self":
-            drafter = SelfDrafter(forward, self._cost)
+            drafter = SelfDrafter(forward, self._draft_cost)
         else:
             assert self.model is not None
             assert own is not None
             own_forward = RowForward(self.model, own, transport, chunk_size, operation)
-            drafter = ModelDrafter(own_forward, self.target.vocab_size, self._cost, operation)
+            drafter = ModelDrafter(own_forward, self.target.vocab_size, self._draft_cost, operation)
         return RoundStep(forward, drafter, self.config.draft_tokens, policy)
 
     def _draft_cache(self, cache: Cache, transport: Transport) -> Cache | None:
@@ -196,7 +199,7 @@ class Drafting:
     def _recalled(self) -> int:
         return self.config.speculation.recalled if self.config.draft == "self" else 0
 
-    def _cost(self, seq_lens: list[int]) -> float:
+    def _draft_cost(self, seq_lens: list[int]) -> float:
         """Estimated time of one draft of all requests at these lengths, relative to a plain step.
 
         Infinite where the draft model has no more positions.
@@ -221,14 +224,28 @@ class Drafting:
         config, tp_size = self.config, self.choices.placement.tp_size
         return step_us(model, tp_size, self.choices.dtype, seq_lens, config.kv_cache, config.kv_protect)
 
+    def _captured_round_cost(self, seq_lens: list[int]) -> float:
+        """Estimated time of a round over the fused kernels at these lengths, relative to a plain step.
+
+        It is asked for in each step: lengths count by their mean, rounded up to a block, so that it is seldom computed.
+        """
+        if max(seq_lens) > self.most_tokens:
+            return math.inf
+        mean = -(-sum(seq_lens) // len(seq_lens))
+        key = len(seq_lens), min(-(-mean // BLOCK) * BLOCK, self.most_tokens)
+        if key not in self._round_costs:
+            self._round_costs[key] = self._fused_round_cost([int(key[1])] * key[0])
+        return self._round_costs[key]
+
     def _fused_round_cost(self, seq_lens: list[int]) -> float:
-        """Estimated time of a round over the fused kernels at these lengths, relative to a plain step."""
         config = self.config
         further_us = rows_us(
             self.target, self.choices.placement.tp_size, self.choices.dtype, seq_lens, config.kv_cache,
             config.kv_protect, self.num_rows,
         )  # fmt: skip
-        return 1.0 + config.draft_tokens * self._cost(seq_lens) + further_us / self._step_us(self.target, seq_lens)
+        return (
+            1.0 + config.draft_tokens * self._draft_cost(seq_lens) + further_us / self._step_us(self.target, seq_lens)
+        )
 
 
 def copied_weights(config: EngineConfig, target: LlamaConfig, tp_size: int, packs: bool) -> LlamaConfig | None:

@@ -205,6 +205,9 @@ class Engine(Resources):
                 except Exception:
                     self._kept.forget()  # the cache may hold bad numbers
                     raise
+                except BaseException:
+                    self._kept.interrupted()
+                    raise
 
     def _check_running(self, number: int) -> None:
         self._refuse_closed()

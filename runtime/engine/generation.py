@@ -195,7 +195,8 @@ class Generation:
     step_us: list[float] = field(default_factory=list)
     # Every step that speculates: [L, B] bool; None for a step of a pair in which each group decoded alone.
     hits: list[Tensor | None] = field(default_factory=list)
-    # With drafts, every decode step: (drafts, accepted ones) of each request that was live.
+    # With drafts, every decode step: (drafts, accepted ones) of each request that was live, which gives accepted + 1
+    # tokens. In the step that ends a text, drafts count up to the one before the last token.
     rounds: list[list[tuple[int, int]]] = field(default_factory=list)
     num_answers: int = 1  # to each prompt; they lie side by side
     # Tokens of each prompt that the cache still held, default none: prefill begins behind them.
@@ -235,9 +236,10 @@ class Generation:
         """
         if hits is not None or is_alone:
             self.hits.append(hits)
+        entries: dict[int, int] = {}  # of live requests in the newest of `rounds`
         if drafts is not None:
-            rounds = zip(self.requests, drafts, token_ids, strict=True)
-            self.rounds.append([(count, len(ids) - 1) for request, count, ids in rounds if request.live])
+            entries = {index: entry for entry, index in enumerate(at for at, on in enumerate(self.live) if on)}
+            self.rounds.append([(drafts[index], len(token_ids[index]) - 1) for index in entries])
         row = 0
         for index, (request, ids) in enumerate(zip(self.requests, token_ids, strict=True)):
             for place, token_id in enumerate(ids):
@@ -253,6 +255,8 @@ class Generation:
                 if drafts is not None:
                     is_draft = place < len(ids) - 1
                     request.drafted.append(is_draft)
+                    if is_draft and request.finish_reason is not None:
+                        self.rounds[-1][entries[index]] = place, place
                 yield Token(index, token_id, text, hit_rate, request.finish_reason, own, is_draft)
             row += len(ids)
 

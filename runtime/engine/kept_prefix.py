@@ -7,8 +7,9 @@ Kept is what a prompt that is processed anew would write again:
   speculation. An accepted `A~` changes the keys and values of later layers, and a quantised cache cuts appended tokens
   to the range of the prompt. Such an answer is processed again as part of the next prompt.
 
-With passes that append rows (rounds/row_append.py), a prompt that begins with all that a quantised cache holds keeps
-all of it, its answers as decode steps wrote them: what follows is appended as they were.
+With passes that append rows (rounds/row_append.py), a prompt that begins with what a quantised cache holds, up to a
+token of the answer in its tail, keeps all of that, answers as decode steps wrote them: what follows is appended as they
+were. So a text keeps its cache if it ended in the middle of a round, with whose accepted drafts no prompt goes on.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Sequence
 
+from alspec.kernels.kv_codec.quantised_layer import BLOCK
 from alspec.runtime.cache.codecs import Cache
 
 __all__ = ["KeptPrefix", "common_prefix"]
@@ -34,6 +36,7 @@ class KeptPrefix:
         self._cache, self._max_appended = cache, max_appended
         self._keeps_answers = is_lossless and (cache.appends_exactly or max_appended > 0)
         self._ids: list[list[int]] = [[] for _ in range(cache.batch_size)]
+        self._answers = [0] * cache.batch_size  # where the answer of each request begins
 
     def forget(self) -> None:
         """The cache was written in another way, or may be wrong."""
@@ -42,25 +45,43 @@ class KeptPrefix:
     def reusable(self, prompts: Sequence[Sequence[int]]) -> list[int]:
         """Tokens of each prompt that can stay in the cache: fewer than all, because its last token gives the logits."""
         reusable = []
-        for ids, held in zip(prompts, self._ids, strict=True):
+        for request, (ids, held) in enumerate(zip(prompts, self._ids, strict=True)):
             common = common_prefix(ids, held)
             kept = min(common, len(ids) - 1)
-            if not kept == len(held) >= len(ids) - self._max_appended:
+            appends = self._in_tail(request, kept) and len(ids) - kept <= self._max_appended
+            if not appends:
                 kept = self._cache.keepable(kept, is_whole=common == len(held))
             reusable.append(kept)
         return reusable
 
+    def _in_tail(self, request: int, num_tokens: int) -> bool:
+        """Whether tokens can be appended behind the first `num_tokens` of those that are held.
+
+        Tokens of the answer can be replaced in the block of the last one: they have left no trace in scales, and no
+        step that was launched ahead has left that block.
+        """
+        held = len(self._ids[request])
+        if num_tokens == held:
+            return True
+        is_in_answer = num_tokens >= self._answers[request]
+        return is_in_answer and not self._cache.appends_exactly and num_tokens // BLOCK == held // BLOCK
+
     def cut(self, request: int, num_tokens: int) -> None:
         """Cut a request back to some of its `reusable` tokens, before the rest of a prompt is written behind them."""
-        if num_tokens < len(self._ids[request]):
+        if not self._in_tail(request, num_tokens):
             self._cache.cut(request, num_tokens)
         # If this prompt is never finished, only what stays in any case is left.
         kept = self._cache.keepable(num_tokens, is_whole=False)
         self._ids[request] = self._ids[request][:kept]
 
+    def interrupted(self) -> None:
+        """A step was interrupted: two may be in flight, and the second may replace the tail by the next block's."""
+        self._ids = [ids[: self._cache.keepable(len(ids), is_whole=False)] for ids in self._ids]
+
     def wrote_prompt(self, request: int, ids: Sequence[int]) -> None:
         """The cache holds this prompt now."""
         self._ids[request] = list(ids)
+        self._answers[request] = len(ids)
 
     def appended(self, request: int, token_ids: Sequence[int]) -> None:
         """A decode step has written these tokens behind what the cache held: the newest one, and accepted drafts."""

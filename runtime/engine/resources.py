@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -195,7 +196,7 @@ class Resources:
         self.cache = composition.build_cache(
             self._choices, self.config, config, batch_size, max_context, self._for_turns
         )
-        self.notices += composition.eager_notices(self._choices, batch_size, self.config, self.notices)
+        self.notices += composition.eager_notices(self._choices, batch_size, self.config, config, self.notices)
         parts = self.model, self.cache, self.connected()
         if self._drafting is not None:
             self.decode_step = self._drafting.build_step(*parts, self._peer_memory, self._step_operation)
@@ -230,9 +231,11 @@ class Resources:
         Args:
             exchange: every rank's text, given this rank's.
         """
-        most = max(map(int, exchange(str(self.decode_step.launched if self.decode_step is not None else 0))))
-        if self.decode_step is not None:
-            self.decode_step.catch_up(most)
+        step = self.decode_step
+        own = (0, "") if step is None else (step.launched, step.recent_kinds)
+        launched, kinds = max(map(json.loads, exchange(json.dumps(own))))
+        if step is not None:
+            step.catch_up(launched, kinds)
 
     def _load_model(self) -> None:
         config, placement = self.model_config, self.placement

@@ -13,10 +13,9 @@ from alspec.kernels.attention.decode.lean_decode import MAX_COLUMNS
 from alspec.kernels.attention.dispatch import attend_recall_parts
 from alspec.kernels.attention.recall import RecallState
 from alspec.kernels.comm.exchange import Exchange, LogitExchange
-from alspec.kernels.common.limits import MAX_BATCH, MAX_FUSED_ROWS, MAX_ROWS
+from alspec.kernels.common.limits import MAX_FUSED_ROWS
 from alspec.kernels.rounds.round_state import RoundRowBuffers, RoundState
 from alspec.models.llama import Llama
-from alspec.models.llama_config import LlamaConfig
 from alspec.runtime.cache.codecs import Cache
 from alspec.runtime.decode.captured_step import CapturedStep
 from alspec.runtime.decode.decode_step import DecodeStep
@@ -35,15 +34,7 @@ from alspec.runtime.distributed.placement import PeerMemory
 from alspec.runtime.distributed.transport import Transport
 from alspec.runtime.engine.composition import Choices, choose_products
 
-__all__ = ["build_captured_rounds", "build_row_append", "serves_rows"]
-
-
-def serves_rows(batch_size: int, rows: int, config: LlamaConfig, tp_size: int) -> bool:
-    """Whether the fused kernels serve a round of so many rows of each request."""
-    heads, kv_heads = config.local_heads(tp_size)
-    if batch_size > MAX_BATCH or batch_size * rows > MAX_ROWS:
-        return False
-    return rows * (heads // kv_heads) <= MAX_COLUMNS
+__all__ = ["build_captured_rounds", "build_row_append"]
 
 
 class _Builder:

@@ -140,11 +140,12 @@ def rows_us(
     weights_us = step_bytes(config, Shard(0, tp_size, 0, tp_size), dtype, [], kv_cache) / STREAM_BYTES_PER_S * 1e6
     layer_us, further = ROWS_LAYER_US, rows - 1
     if tp_size > 1:
-        layer_us += 2 * tp_size * ROW_ALL_REDUCE_US * further
+        layer_us += 2 * tp_size * ROW_ALL_REDUCE_US * further * len(seq_lens)
     attention_us = 0.0
     if kv_cache != "bf16":
-        cache = sum(read_bytes(kv_cache, config, tp_size, dtype, length, kv_protect) for length in seq_lens)
-        attention_us = QUANTISED_ROW_SHARE * further * cache / READ_BYTES_PER_S * 1e6
+        cache = sum(read_bytes(kv_cache, config, tp_size, dtype, length, 0) for length in seq_lens)
+        quantised = cache * max(1 - 2 * kv_protect / config.num_layers, 0.0)
+        attention_us = QUANTISED_ROW_SHARE * further * quantised / READ_BYTES_PER_S * 1e6
     return (ROWS_SHARE + ROW_SHARE * further) * weights_us + config.num_layers * layer_us + attention_us
 
 

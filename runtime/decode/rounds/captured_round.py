@@ -31,7 +31,7 @@ from alspec.kernels.sampling.adjustment import RoundRows
 from alspec.kernels.sampling.logprobs import Logprobs
 from alspec.runtime.decode.captured_choice import CapturedChoice, ChoiceKinds
 from alspec.runtime.decode.captured_step import capture_graph
-from alspec.runtime.decode.decode_step import StepRecord
+from alspec.runtime.decode.decode_step import RECENT_STEPS, StepRecord
 from alspec.runtime.decode.hooks import OperationHook, no_hook
 from alspec.runtime.decode.rounds.device_drafters import DeviceDrafter
 from alspec.runtime.decode.rounds.draft_policy import DraftPolicy
@@ -39,6 +39,10 @@ from alspec.runtime.decode.rounds.row_decoder import RowDecoder
 from alspec.runtime.decode.step_ring import StepRing
 
 __all__ = ["CapturedRoundStep", "RoundKind"]
+
+
+# Letters of `recent_kinds`: a plain step, a round with drafts, and one before which the draft cache is completed.
+PLAIN, DRAFTS, CAUGHT_UP = "p", "d", "c"
 
 
 @dataclass
@@ -97,8 +101,10 @@ class CapturedRoundStep:
         self._begun_s, self._last_clock_ns = 0.0, 0
         self._seq_lens: list[int] = []  # cached tokens of each request, and the newest one, as far as rounds are read
         self._live: list[bool] = []  # the flags that the device has
-        self._held: list[int] | None = None  # tokens that a draft model's cache holds, at least; None: not known
-        self._plain_since_draft = 0  # plain steps launched since the last round with drafts
+        self._recent: deque[str] = deque(maxlen=RECENT_STEPS)  # kinds of the newest launched rounds
+        self._held = [
+            0
+        ] * self._batch_size  # tokens that a draft model's cache holds at least, as far as rounds are read
 
     def _prompt_buffers(self, recall: RecallState) -> tuple[Tensor, DecodeAttention]:
         """Room for the prompts' last queries, and the attention by which they choose the first recall lists."""
@@ -140,7 +146,8 @@ class CapturedRoundStep:
         """Capture both kinds of round, unless captured ones serve these settings. See `DecodeStep.prepare`."""
         kinds = ChoiceKinds.of(sampling, self._config.vocab_size)
         own = [*(kind.choice for kind in self._kinds if kind.choice is not None), *self._choices]
-        is_captured = self._prepared and all(choice.kinds == kinds for choice in own)
+        wanted = [*[kinds] * (len(own) - len(self._choices)), *[_of_drafts(kinds)] * len(self._choices)]
+        is_captured = self._prepared and [choice.kinds for choice in own] == wanted
         if not is_captured:
             self._prepared = False  # until all of it has succeeded
             self.release()
@@ -161,7 +168,7 @@ class CapturedRoundStep:
         """How tokens are chosen: in both kinds of round, and in draft steps, which report no log probabilities."""
         args = self._batch_size, self._config.vocab_size, self._device
         step_rows = 0 if self._drafting.drafter is None else self._drafting.drafter.step_rows
-        drafts = kinds._replace(logprobs=False)
+        drafts = _of_drafts(kinds)
         self._plain.choice, drafting = CapturedChoice(kinds, *args), CapturedChoice(kinds, *args, self._num_drafts + 1)
         self._drafting.choice = drafting
         self._choices = [CapturedChoice(drafts, *args, rows) for rows in range(1, step_rows + 1)]
@@ -226,10 +233,8 @@ class CapturedRoundStep:
 
     def _keep_draft_text(self, texts: Tensor) -> None:
         """Keep what a draft model's cache holds of these texts, [B, C + W]: their common start with the old ones."""
-        self._plain_since_draft = 2  # what it lacks is not known
-        if self._held is not None:
-            common = (texts == self._state.history).long().cumprod(1).sum(1).tolist()
-            self._held = [min(held, count) for held, count in zip(self._held, common, strict=True)]
+        common = (texts == self._state.history).long().cumprod(1).sum(1).tolist()
+        self._held = [min(held, count) for held, count in zip(self._held, common, strict=True)]
 
     def step(self, remaining: int, live: list[bool] | None = None) -> StepRecord:
         """Read the oldest round in flight; one more stays in flight if it is surely needed. See `DecodeStep.step`."""
@@ -239,11 +244,10 @@ class CapturedRoundStep:
         depth = 2 if remaining > self._num_drafts + 1 else 1
         while self._launched < self._taken + depth:
             kind = self._next_kind(remaining, live)
-            if kind is self._drafting and self._lacks_text():
-                if self._flying:
-                    break  # the draft model's cache is completed from the host, which first reads the round in flight
-                self._catch_up()
-            self._replay(kind)
+            catches_up = kind is self._drafting and self._lacks_text()
+            if catches_up and self._flying:
+                break  # the draft model's cache is completed from the host, which first reads the round in flight
+            self._launch(kind, catches_up)
         kind = self._flying.popleft()
         self._taken += 1
         name = f"rank {self._exchange.rank}: round {self._taken - self._begun}"
@@ -254,7 +258,9 @@ class CapturedRoundStep:
             self._policy.record(sum(counts) / sum(count > 0 for count in counts), self._cost())
         self._seq_lens = [length + count for length, count in zip(self._seq_lens, counts, strict=True)]
         if kind is self._drafting:
-            self._held = [length - 2 for length in self._seq_lens]
+            # The last token is fed by no draft step, nor is the last draft: it matters if all were accepted.
+            lacking = [2 if drafts and count > drafts else 1 for drafts, count in zip(offered, counts, strict=True)]
+            self._held = [length - count for length, count in zip(self._seq_lens, lacking, strict=True)]
         # The first round has no predecessor on the device's clock: it is timed by the host.
         first_us = (time.perf_counter() - self._begun_s) * 1e6
         step_us = (clock_ns - self._last_clock_ns) / 1e3 if self._last_clock_ns else first_us
@@ -272,6 +278,7 @@ class CapturedRoundStep:
 
     def _set_live(self, live: list[bool]) -> None:
         if live != self._live:
+            self._live = []  # not known, if an interrupt ends the copy
             self._state.live.copy_(torch.tensor(live, dtype=torch.int32))
             self._live = list(live)
 
@@ -287,15 +294,18 @@ class CapturedRoundStep:
 
     def _lacks_text(self) -> bool:
         """Whether a draft model's cache may lack more than the newest two tokens, which its first step feeds."""
-        return self._catch_up_draft is not None and self._plain_since_draft > 1
+        if self._catch_up_draft is None:
+            return False
+        lacking = max(length - held for length, held in zip(self._seq_lens, self._held, strict=True))
+        for kind in self._flying:
+            lacking = 2 if kind is self._drafting else lacking + 1
+        return lacking > 2
 
-    def _catch_up(self) -> None:
-        """Give the draft model's cache what it lacks. No round is in flight."""
+    def _complete_draft_cache(self) -> None:
+        """Give the draft model's cache what it lacks."""
         assert self._catch_up_draft is not None
-        held = self._held or [0] * self._batch_size
-        self._catch_up_draft(self._state, torch.tensor(held, device=self._device))
+        self._catch_up_draft(self._state, torch.tensor(self._held, device=self._device))
         self._held = [length - 1 for length in self._seq_lens]
-        self._plain_since_draft = 0
 
     def _parse(self, row: list[int]) -> tuple[list[list[int]], list[int]]:
         """Emitted tokens and numbers of drafts of each request, from the ring."""
@@ -314,28 +324,46 @@ class CapturedRoundStep:
         places = [request * rows + row for request, ids in enumerate(emitted) for row in range(len(ids))]
         return Logprobs(found.token_ids[places], found.values[places])
 
-    def _replay(self, kind: RoundKind) -> None:
-        """Launch a round. Ctrl-C is held until it is counted."""
-        try:
-            if kind.graph is None:
+    def _launch(self, kind: RoundKind, catches_up: bool) -> None:
+        """Launch a round; Ctrl-C is held until a captured one is counted.
+
+        catches_up: the draft model's cache is completed first.
+        """
+        if kind.graph is None:
+            try:
+                if catches_up:
+                    self._complete_draft_cache()
                 self._launch_kernels(kind, self._operation)
-            else:
-                with interrupts_wait():
-                    kind.graph.replay()
-        except BaseException:
-            self._prepared = False  # an incomplete round leaves counts in the sampler's tables
-            raise
+            except BaseException:
+                self._prepared = False  # an incomplete round leaves counts in the sampler's tables
+                raise
+            self._count(kind, catches_up)
+            return
+        with interrupts_wait():
+            if catches_up:
+                self._complete_draft_cache()
+            kind.graph.replay()
+            self._count(kind, catches_up)
+
+    def _count(self, kind: RoundKind, catches_up: bool) -> None:
+        """Count a round that has been launched."""
         self._launched += 1
         self._flying.append(kind)
-        self._plain_since_draft = 0 if kind is self._drafting else self._plain_since_draft + 1
+        self._recent.append(PLAIN if kind is self._plain else CAUGHT_UP if catches_up else DRAFTS)
 
-    def catch_up(self, launched: int) -> None:
+    @property
+    def recent_kinds(self) -> str:
+        """See `DecodeStep.recent_kinds`."""
+        return "".join(self._recent)
+
+    def catch_up(self, launched: int, kinds: str) -> None:
         """Launch the rounds that other ranks have launched: each needs all ranks. See `DecodeStep.catch_up`.
 
-        All ranks decide alike on the kind of a round, and this generation ends with it.
+        This rank cannot choose their kinds: it may have read fewer rounds than the others when an interrupt came.
         """
         while self._plain.graph is not None and self._launched < launched:
-            self._replay(self._next_kind(self._num_drafts + 2, self._live))
+            letter = kinds[self._launched - launched]
+            self._launch(self._plain if letter == PLAIN else self._drafting, letter == CAUGHT_UP)
 
     def release(self) -> None:
         """Wait for the device, then destroy the graphs. See `DecodeStep.release`."""
@@ -365,3 +393,8 @@ class CapturedRoundStep:
                 self._ring.rows, self._ring.stamps, self._num_drafts + 1, choice.seen, choice.logprobs_of(buffers),
             )  # fmt: skip
             decoder.commit(state)
+
+
+def _of_drafts(kinds: ChoiceKinds) -> ChoiceKinds:
+    """How draft steps choose tokens: as rounds do, but they report no log probabilities."""
+    return kinds._replace(logprobs=False)

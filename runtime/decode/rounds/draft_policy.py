@@ -48,7 +48,8 @@ class DraftPolicy:
         self._pause_left, self._next_pause = 0, FIRST_PAUSE_STEPS
 
     def drafts(self, num_drafts: int, cost: float) -> bool:
-        """Whether the next step drafts. Call it once for each step that has room for drafts.
+        """Whether the next step drafts. Call it once for each step that has room for drafts; where it drafts, a
+        second call changes nothing.
 
         Args:
             num_drafts: K of this step.  cost: of a round with as many, relative to a plain step; see `round_cost`.
@@ -69,6 +70,8 @@ class DraftPolicy:
         Args:
             tokens: emitted by it, mean over the requests.  cost: as in `drafts`.
         """
+        if self._pause_left >= 0:
+            return  # a round that was in flight when the pause began
         self._recent.append((tokens, cost))
         needed = PROBE_ROUNDS if self._is_probe else WINDOW_ROUNDS
         if len(self._recent) < needed:

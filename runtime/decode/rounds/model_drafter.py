@@ -41,7 +41,7 @@ class SelfDrafter:
         return draft_by_steps(request, self._forward.predict(history.newest, history.lengths), self._forward.predict)
 
     def cost(self, seq_lens: list[int]) -> float:
-        """Bytes of a step with A~ relative to those of a step with A. See `Drafter.cost`."""
+        """Predicted time of a step with A~ relative to a plain step. See `Drafter.cost`."""
         return self._cost(seq_lens)
 
 

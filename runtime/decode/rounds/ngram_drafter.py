@@ -6,13 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from alspec.kernels.rounds.ngram import LONGEST_MATCH, SHORTEST_MATCH
 from alspec.runtime.decode.rounds.drafter import DraftRequest, Drafts
 from alspec.runtime.decode.rounds.token_history import TokenHistory
 
-__all__ = ["LONGEST_MATCH", "SHORTEST_MATCH", "NgramDrafter", "ngram_drafts"]
-
-LONGEST_MATCH = 5
-SHORTEST_MATCH = 2
+__all__ = ["NgramDrafter", "ngram_drafts"]
 
 
 class NgramDrafter:

@@ -48,6 +48,7 @@ class RoundStep:
     is_fused = False
     uses_graph = False
     launched = 0  # the host waits for every step
+    recent_kinds = ""
 
     def __init__(self, forward: RowForward, drafter: Drafter, num_drafts: int, policy: DraftPolicy) -> None:
         self._forward, self._drafter, self._num_drafts, self._policy = forward, drafter, num_drafts, policy
@@ -137,7 +138,7 @@ class RoundStep:
         self._seq_lens = [length + count for length, count in zip(self._seq_lens, tokens, strict=True)]
         return StepRecord(emitted, None, (time.perf_counter() - started) * 1e6, 0, logprobs, offered)
 
-    def catch_up(self, launched: int) -> None:
+    def catch_up(self, launched: int, kinds: str) -> None:
         """Do nothing: no eager step is ever in flight. See `DecodeStep.catch_up`."""
 
     def release(self) -> None:

@@ -43,7 +43,7 @@ def test_a_pair_that_cannot_pay_does_not_begin() -> None:
 def test_pauses_grow_while_probes_fail() -> None:
     runs = [(kind, len(list(run))) for kind, run in itertools.groupby(steps(131072, 0.0, 260))]
     # One more step is in flight when the last one of a window is read.
-    assert runs[:-1] == [(True, 17), (False, 32), (True, 4), (False, 64), (True, 4), (False, 128), (True, 4)]
+    assert runs[:-1] == [(True, 17), (False, 32), (True, 5), (False, 64), (True, 5), (False, 128), (True, 5)]
 
 
 @pytest.mark.parametrize("hit_rate", [0.0, 0.5, 0.875])

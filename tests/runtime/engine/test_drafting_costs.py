@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -15,6 +16,7 @@ from alspec.models.llama_config import LlamaConfig
 from alspec.runtime.engine.composition import Choices
 from alspec.runtime.engine.drafting import Drafting
 from alspec.runtime.engine.kept_weights import with_weights
+from alspec.runtime.profiling.predicted_costs import rows_us
 
 TOLERANCE = 0.09
 ROWS = [json.loads(line) for line in (ROOT / "docs" / "results" / "decode_rounds.jsonl").read_text().splitlines()]
@@ -69,3 +71,24 @@ def test_predicted_round_is_near_the_measured_one(row: dict[str, Any]) -> None:
     drafting = Drafting(config, target, cast(Choices, choices), smaller, None, copy)
     found = drafting._fused_round_cost([case["context"]] * case["batch"])
     assert found == pytest.approx(row["us"]["p50"] / PLAIN[setting_of(row)], rel=TOLERANCE)
+
+
+def test_rows_read_protected_layers_once() -> None:
+    """Half of the layers are not quantised: only those that are cost more with more rows."""
+    shape = LlamaConfig.from_shape("llama-3.1-8b")
+    sizes = [131072], "turbo4"
+    none, half, all_of_them = (rows_us(shape, 1, torch.bfloat16, *sizes, protect, 5) for protect in (0, 8, 16))
+    assert none > half > all_of_them == pytest.approx(rows_us(shape, 1, torch.bfloat16, [1], "bf16", 0, 5), rel=0.01)
+    assert none - half == pytest.approx(half - all_of_them, rel=0.01)
+
+
+def test_a_round_is_priced_once_for_a_block_of_tokens() -> None:
+    shape, choices = LlamaConfig.from_shape("llama-3.1-8b"), SimpleNamespace(placement=SimpleNamespace(tp_size=1))
+    choices.dtype = torch.bfloat16
+    config = EngineConfig(random_weights="llama-3.1-8b", draft="self", draft_tokens=4)
+    drafting = Drafting(config, shape, cast(Choices, choices), None, None)
+    costs = [drafting._captured_round_cost([length, length + 64]) for length in range(100_001, 100_101)]
+    assert len(set(costs)) == len(drafting._round_costs) == 2
+    assert costs[0] == drafting._fused_round_cost([100_096, 100_096])
+    drafting.most_tokens = 100_100
+    assert drafting._captured_round_cost([90_000, 100_101]) == math.inf

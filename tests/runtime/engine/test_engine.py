@@ -276,7 +276,8 @@ def test_a_generation_does_not_use_a_cache_that_another_thread_loaded(
 
 
 def test_a_cache_must_fit_every_rank(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine.agreement, "exchange", lambda own: [own, str(10**6), own])
+    engine._release()  # no step is launched ahead, of which the ranks would tell each other
+    monkeypatch.setattr(engine.agreement, "exchange", lambda own: [own, str(10**6), own] if own.isdigit() else [own])
     with pytest.raises(DoesNotFitError, match=r"a rank needs .* and has 0.00 GiB; .*, or fewer prompts$"):
         engine.load(3, 100)
 
@@ -284,18 +285,18 @@ def test_a_cache_must_fit_every_rank(engine: Engine, monkeypatch: pytest.MonkeyP
 def test_a_rank_catches_up_with_the_steps_of_the_others(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before a generation, a new cache and the end. A rank without a decode step takes part and launches nothing."""
     sent: list[str] = []
-    found: list[int] = []
+    found: list[tuple[int, str]] = []
 
     def exchange(own: str) -> list[str]:
         sent.append(own)
-        return [own, "7", "5"]
+        return [own, '[7, "mam"]', '[5, "m"]']
 
-    step = SimpleNamespace(launched=5, catch_up=found.append)
+    step = SimpleNamespace(launched=5, recent_kinds="m", catch_up=lambda *most: found.append(most))
     monkeypatch.setattr(engine, "decode_step", step)
     engine._catch_up(exchange)
     monkeypatch.setattr(engine, "decode_step", None)
     engine._catch_up(exchange)
-    assert (sent, found) == (["5", "0"], [7])
+    assert (sent, found) == (['[5, "m"]', '[0, ""]'], [(7, "mam")])
     calls = []
     monkeypatch.setattr(engine, "_catch_up", lambda exchange: calls.append(exchange("3")))
     for _ in engine.stream("The old man", SAMPLING):

@@ -230,3 +230,18 @@ def test_each_request_of_a_batch_has_its_own_hit_rate() -> None:
         (1, 6, 0.25),
         (2, 7, None),
     ]
+
+
+def test_drafts_behind_the_end_of_a_text_do_not_count() -> None:
+    """Of a round of three accepted drafts the first text takes two tokens, up to its end; the second takes all four."""
+    sampling = [SamplingConfig(max_new_tokens=count) for count in (2, 9)]
+    requests = [Request([1], IdDecoder(), each, []) for each in sampling]
+    generation = Generation(requests)
+    made = list(generation.push([[3, 4, 5, 6], [3, 4, 5, 6]], None, 0, drafts=[3, 3]))
+    generation.step_us.append(1.0)
+    assert [token.is_draft for token in made] == [True, True, True, True, True, False]
+    assert generation.rounds == [[(1, 1), (3, 3)]]
+    assert generation.tokens_of_steps == [3.0]
+    list(generation.push([[7], [7, 8]], None, 0, drafts=[0, 1]))
+    generation.step_us.append(1.0)
+    assert generation.rounds[1] == [(1, 1)], "a request that has ended does not count"

@@ -98,3 +98,22 @@ def test_a_linked_group_without_peer_memory_uses_nccl_and_says_why(monkeypatch: 
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(UserError, match=rf"no memory that both groups reach: {reason}; use --pair-transport nccl"):
         find_peer_memory(choose(), "auto", None)  # type: ignore[arg-type]
+
+
+def test_a_notice_says_when_rounds_are_too_large_to_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More rows than a step has, or than attention has columns for the query heads of a KV head."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    cases = (
+        ("llama-3.1-70b", 7, 1, None), ("llama-3.1-70b", 8, 1, 8),
+        ("llama-3.1-8b", 15, 8, None), ("llama-3.1-8b", 15, 9, 14),
+    )  # fmt: skip
+    for shape, drafts, batch_size, most in cases:
+        config = EngineConfig(random_weights=shape, draft="ngram", draft_tokens=drafts)
+        model = LlamaConfig.from_shape(shape)
+        choices = composition.choose(config, model, has_trace=False)
+        (*found,) = composition.eager_notices(choices, batch_size, config, model, [])
+        assert len(found) == (0 if most is None else 1)
+        if most is not None:
+            assert f"up to {most} rows of each request here (--draft-tokens {most - 1})" in found[0]

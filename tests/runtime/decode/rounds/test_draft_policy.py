@@ -58,6 +58,14 @@ def test_a_generation_begins_anew() -> None:
     assert all(run(policy, [1.0] * WINDOW_ROUNDS))
 
 
+def test_a_round_in_flight_when_a_pause_begins_is_no_probe() -> None:
+    policy = DraftPolicy()
+    run(policy, [1.0] * WINDOW_ROUNDS)
+    policy.record(100.0, 2.0)
+    assert run(policy, [1.0] * FIRST_PAUSE_STEPS) == [False] * FIRST_PAUSE_STEPS
+    assert run(policy, [1.0] * (PROBE_ROUNDS + 1)) == [True] * PROBE_ROUNDS + [False]
+
+
 def test_where_nothing_can_be_drafted() -> None:
     """An infinite cost: not a pause, so that it drafts as soon as it can."""
     for always in (False, True):

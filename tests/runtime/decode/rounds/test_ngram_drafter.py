@@ -7,7 +7,8 @@ import random
 import pytest
 import torch
 
-from alspec.runtime.decode.rounds.ngram_drafter import LONGEST_MATCH, SHORTEST_MATCH, ngram_drafts
+from alspec.kernels.rounds.ngram import LONGEST_MATCH, SHORTEST_MATCH
+from alspec.runtime.decode.rounds.ngram_drafter import ngram_drafts
 
 
 def looked_up(text: list[int], width: int) -> list[int] | None:
