@@ -12,6 +12,8 @@ QUALITY, ATTENTION, WINDOW = "quality_recall.jsonl", "recall_attention.jsonl", "
 NAMES = {"valid.jsonl.xz": "books", "code.txt": "code", "chat.txt": "chat"}
 SHOWN = ("0.05", "0.1", "0.2", "inf")  # lambda
 
+OF_LAYERS = "Hit rate of each layer of SmolLM2 on books, 8192 tokens, lambda 0.1:"
+
 Rows = list[dict[str, Any]]
 
 
@@ -30,7 +32,18 @@ def recall() -> list[str]:
             " equal as a whole."
         )
         sections.append(
-            "\n\n".join(["## Recalled blocks", text, provenance(*quality), hits(quality), of_answers, answers(quality)])
+            "\n\n".join(
+                [
+                    "## Recalled blocks",
+                    text,
+                    provenance(*quality),
+                    hits(quality),
+                    OF_LAYERS,
+                    layers(quality),
+                    of_answers,
+                    answers(quality),
+                ]
+            )
         )
     if attention:
         text = (
@@ -65,6 +78,20 @@ def hits(rows: Rows) -> str:
     for name in SHOWN[:-1]:
         head += [f"hits, {lambda_name(name)}", "change"]
     return table([*head, f"change, {lambda_name(SHOWN[-1])}"], cells)
+
+
+def layers(rows: Rows) -> str:
+    """Hit rate of each layer on books, a column for each S and number of blocks."""
+    shown = {"model": "smollm2", "measure": "bits per byte", "context": 8192, "threshold": "0.1"}
+    columns = {
+        (row["case"]["chunk_size"], row["case"]["recall_blocks"]): row["hit_rate_per_layer"]
+        for row in rows
+        if shown.items() <= row["case"].items() and text_of(row) == "books"
+    }
+    names = [f"S {chunk_size}, {blocks} recalled" for chunk_size, blocks in sorted(columns)]
+    rates = zip(*(columns[key] for key in sorted(columns)), strict=True)
+    lines = [[str(layer), *(f"{rate:.0%}" for rate in found)] for layer, found in enumerate(rates)]
+    return table(["layer", *names], lines)
 
 
 def answers(rows: Rows) -> str:
