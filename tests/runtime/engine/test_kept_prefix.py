@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jobs
 import pytest
@@ -24,7 +25,7 @@ from alspec.runtime.decode.hooks import no_hook
 from alspec.runtime.decode.prefill import prefill
 from alspec.runtime.engine.composition import build_cache
 from alspec.runtime.engine.engine import Engine
-from alspec.runtime.engine.kept_prefix import common_prefix
+from alspec.runtime.engine.kept_prefix import KeptPrefix, common_prefix
 
 MakePrompt = Callable[[int, int], list[int]]
 Oracle = Any  # of conftest.py
@@ -41,6 +42,29 @@ def answers(engine: Engine, *prompts: list[int]) -> list[list[int]]:
     for _ in engine.stream(list(prompts), SAMPLING):
         pass
     return [request.token_ids for request in engine.generation.requests]
+
+
+def test_a_tail_is_cut_where_its_answer_parts() -> None:
+    """Behind the prompt, in the block of the newest token, by as many tokens as are appended again."""
+
+    def keepable(num_tokens: int, is_whole: bool) -> int:
+        return num_tokens // 64 * 64 if is_whole else 0
+
+    cache = mock.Mock(batch_size=1, appends_exactly=False, keepable=keepable)
+    for held, common, rest, expected in (
+        (90, 90, 5, 90), (90, 80, 5, 80), (90, 70, 5, 70), (90, 69, 5, 0), (140, 130, 5, 130), (140, 127, 5, 0),
+        (90, 80, 16, 80), (90, 80, 17, 0),
+    ):  # fmt: skip
+        kept = KeptPrefix(cache, is_lossless=True, max_appended=16)
+        kept.wrote_prompt(0, range(70))
+        kept.appended(0, range(70, held))
+        assert kept.reusable([[*range(common), *range(500, 500 + rest)]]) == [expected], (held, common, rest)
+        kept.cut(0, expected)
+        assert cache.cut.called == (expected == 0)
+        cache.cut.reset_mock()
+    kept.wrote_prompt(0, range(70))
+    kept.interrupted()
+    assert kept.reusable([list(range(80))]) == [0]
 
 
 def test_common_prefix() -> None:

@@ -186,10 +186,8 @@ def test_an_interrupted_step_keeps_whole_blocks(turbo_folder: Path, make_prompt:
         assert engine._kept.reusable([[*prompt, 1]]) == [64]
 
 
-@pytest.mark.parametrize(
-    ("codec", "is_exact"),
-    fast([("turboquant3", False), ("turbo4", False), ("bf16", True)], keep=[("turbo4", False)]),
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("codec", "is_exact"), [("turboquant3", False), ("turbo4", False), ("bf16", True)])
 def test_an_answer_that_ends_inside_a_round_is_kept(
     turbo_folder: Path, make_prompt: MakePrompt, codec: str, is_exact: bool
 ) -> None:
