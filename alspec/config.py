@@ -153,8 +153,8 @@ class EngineConfig(Schema):
     )
     draft_weights: Weights = Field(
         default="auto",
-        description="draft with a quantised copy of the model's weights, as --weights does; needs --draft self; auto: "
-        "with the model's own",
+        description="quantise what drafts, as --weights does: a copy of the model with --draft self, the smaller "
+        "model with --draft model:DIR; auto: its weights are as they are",
     )
     draft_always: bool = Field(
         default=False, description="draft also where it has not paid lately, to measure; needs --draft"
@@ -210,8 +210,8 @@ class EngineConfig(Schema):
             raise ValueError("model and random_weights exclude each other; give one of them")
         if self.verify_checksums and self.random_weights is not None:
             raise ValueError("verify_checksums without effect: random_weights reads no weights; leave one of them out")
-        if self.draft_weights != "auto" and self.draft != "self":
-            raise ValueError("draft_weights without effect: only draft self has a copy; give it, or leave this out")
+        if self.draft_weights != "auto" and self.draft in ("off", "ngram"):
+            raise ValueError(f"draft_weights without effect: no model drafts with {self.draft}; leave one of them out")
         if self.draft_always and self.draft == "off":
             raise ValueError("draft_always without effect: draft is off; give one of the drafters, or leave it out")
         return self

@@ -83,8 +83,8 @@ def _place(row: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _drafter(row: dict[str, Any]) -> str:
-    copy = _option(row, "--draft-weights")
-    return row["case"]["draft"] + (f", {copy} copy" if copy else "")
+    draft, weights = row["case"]["draft"], _option(row, "--draft-weights")
+    return draft + (f", {weights}{' copy' if draft == 'self' else ''}" if weights else "")
 
 
 def _option(row: dict[str, Any], name: str) -> str:

@@ -18,7 +18,13 @@ from alspec.models.llama import Shard
 from alspec.models.llama_config import LlamaConfig
 from alspec.runtime.cache.codecs import cache_name, check_codec, check_softmax, fit_heads
 from alspec.runtime.engine.composition import keeps_context, recalled_blocks
-from alspec.runtime.engine.drafting import check_draft_tokenizer, copied_weights, draft_model_config, round_size
+from alspec.runtime.engine.drafting import (
+    check_draft_tokenizer,
+    copied_weights,
+    draft_model_config,
+    kept_draft_model,
+    round_size,
+)
 from alspec.runtime.engine.kept_weights import with_weights
 from alspec.runtime.engine.memory import DTYPES, GIB, check_max_context, plan_memory
 from alspec.runtime.profiling.forced_verdicts import forced_verdicts
@@ -74,14 +80,16 @@ def print_plan(config: GenerateConfig, link_us: float = LINK_US) -> None:
     draft_model = draft_model_config(config)
     check_draft_tokenizer(config, model, draft_model)
     copied = copied_weights(config, named, 1, packs)
-    rounds = round_size(config, draft_model)
+    small = kept_draft_model(config, draft_model, 1, packs)
     drafter = config.draft if copied is None else f"{config.draft} and its {copied.quantised_as} copy"
+    if small is not None and small.quantised_as is not None:
+        drafter += f" in {small.quantised_as}"
     table = Table(
         title=f"{context} tokens, {weights}, cache {cache_name(config)}; captured step over peer "
         f"memory on H200s, {STREAM_BYTES_PER_S / 1e12:.1f} TB/s, paired at a hit rate of {PREDICTED_HIT_RATE:.2f}; "
         f"two hosts: {link_us:g} us a message, against one of them alone; a pair that does not pay pauses",
         caption=_what_speculation_changes(config.speculation.threshold, model.num_layers)
-        if rounds is None
+        if config.draft == "off"
         else f"memory with --draft {drafter}, latency of plain steps",
     )
     for name in ("ranks", "mode", "T", "weights GiB", "cache GiB", "buffers GiB", "ms/token", "against off"):
@@ -95,7 +103,7 @@ def print_plan(config: GenerateConfig, link_us: float = LINK_US) -> None:
                 continue
             if mode.two_hosts and world_size != 2:
                 continue  # not predicted
-            if mode.name != "off" and rounds is not None:
+            if mode.name != "off" and config.draft != "off":
                 continue
             if draft_model is not None and tp_size not in draft_model.valid_tp_sizes:
                 continue
@@ -106,6 +114,7 @@ def print_plan(config: GenerateConfig, link_us: float = LINK_US) -> None:
             recalled, keeps = recalled_blocks(config, run_mode), keeps_context(config, run_mode)
             try:
                 kept = with_weights(config, model, tp_size, packs)
+                rounds = round_size(config, kept_draft_model(config, draft_model, tp_size, packs))
             except UserError:
                 continue  # a rank's inputs do not divide into groups
             plan = plan_memory(

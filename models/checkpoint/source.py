@@ -77,8 +77,8 @@ def draft_model_source(config: EngineConfig) -> EngineConfig | None:
         return None
     path = config.draft.removeprefix(DRAFT_MODEL)
     if config.random_weights is not None and path in RANDOM_SHAPES:
-        return EngineConfig(random_weights=path)
-    values = {"model": path, "verify_checksums": config.verify_checksums}
+        return EngineConfig(random_weights=path, weights=config.draft_weights)
+    values = {"model": path, "verify_checksums": config.verify_checksums, "weights": config.draft_weights}
     return validate(EngineConfig, values, "draft")
 
 

@@ -34,7 +34,14 @@ from alspec.runtime.engine.memory import RoundSize
 from alspec.runtime.engine.round_composition import build_captured_rounds
 from alspec.runtime.profiling.predicted_costs import DRAFT_LAYER_US, rows_us, step_us
 
-__all__ = ["Drafting", "check_draft_tokenizer", "copied_weights", "draft_model_config", "round_size"]
+__all__ = [
+    "Drafting",
+    "check_draft_tokenizer",
+    "copied_weights",
+    "draft_model_config",
+    "kept_draft_model",
+    "round_size",
+]
 
 
 def draft_model_config(config: EngineConfig) -> LlamaConfig | None:
@@ -59,16 +66,39 @@ def _naming_draft() -> Iterator[None]:
         raise UserError(f"draft: {error}") from None
 
 
+def kept_draft_model(config: EngineConfig, model: LlamaConfig | None, tp_size: int, packs: bool) -> LlamaConfig | None:
+    """The smaller model with what `--draft-weights` means for its weights; None without one.
+
+    Args:
+        model: of `draft_model_config`.  tp_size, packs: as for `with_weights`.
+    Raises:
+        UserError: weights that are quantised already, or inputs that cannot be divided into groups.
+    """
+    settings = draft_model_source(config)
+    if settings is None or model is None:
+        return None
+    return _with_draft_weights(settings, model, tp_size, packs)
+
+
+def _with_draft_weights(settings: EngineConfig, model: LlamaConfig, tp_size: int, packs: bool) -> LlamaConfig:
+    """As `with_weights`, whose errors are about `--weights`."""
+    try:
+        return with_weights(settings, model, tp_size, packs)
+    except UserError as error:
+        raise UserError(f"draft_{error}") from None
+
+
 def round_size(config: EngineConfig, draft_model: LlamaConfig | None) -> RoundSize | None:
-    """What rounds need in memory; None without drafts."""
-    return None if config.draft == "off" else RoundSize(config.tokens_of_step, draft_model, config.draft_weights)
+    """What rounds need in memory; None without drafts. draft_model: of `kept_draft_model`."""
+    copied = config.draft_weights if config.draft == "self" else "auto"
+    return None if config.draft == "off" else RoundSize(config.tokens_of_step, draft_model, copied)
 
 
 @dataclass
 class Drafting:
     """Drafts of one engine. Created before memory is taken; `load` takes that of the draft model's weights.
 
-    The draft model is a smaller one, or with `--draft-weights` a quantised copy of the model that verifies.
+    The draft model is a smaller one, or with `--draft self --draft-weights` a quantised copy of the one that verifies.
     """
 
     config: EngineConfig
@@ -99,17 +129,18 @@ class Drafting:
         """
         if config.draft == "off":
             return None
-        settings = draft_model_source(config)
+        settings, tp_size = draft_model_source(config), choices.placement.tp_size
         if settings is None or model is None:
-            copied = copied_weights(config, target, choices.placement.tp_size, choices.packs_weights)
-            return cls(config, target, choices, None, None, copied)
+            return cls(
+                config, target, choices, None, None, copied_weights(config, target, tp_size, choices.packs_weights)
+            )
         with _naming_draft():
-            model.check_tp_size(choices.placement.tp_size)
+            model.check_tp_size(tp_size)
             check_head_dim(model, choices.device)
             checkpoint, own = open_model(settings, model)
         if settings.random_weights is None:
             _check_tokenizers(config.draft, tokenizer, own)
-        return cls(config, target, choices, model, checkpoint)
+        return cls(config, target, choices, kept_draft_model(config, model, tp_size, choices.packs_weights), checkpoint)
 
     @property
     def num_rows(self) -> int:
@@ -249,14 +280,14 @@ class Drafting:
 
 
 def copied_weights(config: EngineConfig, target: LlamaConfig, tp_size: int, packs: bool) -> LlamaConfig | None:
-    """The model with the weights of `--draft-weights`; None without them.
+    """The model with the weights of `--draft-weights`, for `--draft self`; None without them.
 
     Args:
         target: the model that verifies.  tp_size, packs: as for `with_weights`.
     Raises:
         UserError: the model's weights have no more bits than the copy, or cannot be divided into groups.
     """
-    if config.draft_weights == "auto":
+    if config.draft_weights == "auto" or config.draft != "self":
         return None
     # The copy is made of the values, whatever the checkpoint's format.
     plain = target.model_copy(update={"quantisation": None, "weights": config.draft_weights})
@@ -267,7 +298,7 @@ def copied_weights(config: EngineConfig, target: LlamaConfig, tp_size: int, pack
             f"{target.quantised_as}; leave it out"
         )
     copied = config.model_copy(update={"weights": config.draft_weights})
-    return with_weights(copied, plain, tp_size, packs)
+    return _with_draft_weights(copied, plain, tp_size, packs)
 
 
 def check_draft_tokenizer(config: EngineConfig, target: LlamaConfig, model: LlamaConfig | None) -> None:

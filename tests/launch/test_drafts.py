@@ -103,17 +103,26 @@ def test_color_shades_accepted_drafts(
     assert len(pieces) == sum(request["drafted"]) > 10
 
 
-def test_the_format_of_a_drafting_copy(run: Run, checkpoint: Path, tmp_path: Path) -> None:
-    """In the panel and in JSON; on the CPU the copy's values are dequantised."""
-    flags = ("--model", checkpoint, "--transport", "gloo", "--prompt", PROMPT, "--max-new-tokens", 8, "--draft", "self")
+@pytest.mark.parametrize("draft", ["self", "model"])
+def test_the_format_of_quantised_drafters(run: Run, checkpoint: Path, tmp_path: Path, draft: str) -> None:
+    """In the panel and in JSON, of a copy or of a smaller model; on the CPU values are dequantised. Texts are equal."""
+    flags = ("--model", checkpoint, "--transport", "gloo", "--prompt", PROMPT, "--max-new-tokens", 8)
+    code, text, _ = run(*flags)
+    assert code == 0
+    name = draft if draft == "self" else f"model:{checkpoint}"
     for given, expected in (
         (("--draft-weights", "fp8"), "fp8 (a scale for each row), dequantised to fp32"),
         ((), None),
     ):
-        code, _, err = run(*flags, *given, "--draft-always", "--json", tmp_path / "out.json")
-        assert code == 0
-        assert json.loads((tmp_path / "out.json").read_text())["summary"]["draft_weights"] == expected
-        assert f"drafts: self{', weights ' + expected if expected else ''}, up to 4: " in err
+        code, out, err = run(*flags, "--draft", name, *given, "--draft-always", "--json", tmp_path / "out.json")
+        assert (code, out) == (0, text)
+        written = json.loads((tmp_path / "out.json").read_text())
+        assert written["summary"]["draft_weights"] == expected
+        panel = re.sub(r"\s+", "", err)
+        assert re.sub(r"\s+", "", f"drafts: {name}{', weights ' + expected if expected else ''}, up to 4: ") in panel
+    code, _, err = run(*flags, "--draft", name, "--draft-weights", "int4")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "draft_weights: int4 needs inputs in groups of 32, a rank has" in err
 
 
 def test_a_batch_in_a_small_model_with_a_draft_model(run: Run, checkpoint: Path, tmp_path: Path) -> None:
@@ -141,7 +150,7 @@ def test_a_batch_in_a_small_model_with_a_draft_model(run: Run, checkpoint: Path,
         (("--draft", "ngram", "--draft-tokens", 0), "flags: --draft-tokens: expected 1 or more, found '0'"),
         (("--draft", "ngram", "--draft-tokens", 16), "flags: --draft-tokens: expected 15 or less, found '16'"),
         (("--draft-always",), "draft_always without effect: draft is off"),
-        (("--draft", "ngram", "--draft-weights", "int4"), "draft_weights without effect: only draft self has a copy"),
+        (("--draft", "ngram", "--draft-weights", "int4"), "draft_weights without effect: no model drafts with ngram"),
         (
             ("--draft", "self", "--weights", "fp8", "--draft-weights", "fp8"),
             "draft_weights: fp8 copies weights of more",
