@@ -86,6 +86,21 @@ def answers_of(engine: Engine, how: SamplingConfig) -> list[Completion]:
     return answers
 
 
+@pytest.mark.parametrize("draft", DRAFTS[1:])
+def test_quantised_drafters_are_accepted_nearly_as_often(draft: str) -> None:
+    """A copy in FP8, and a smaller model in FP8: both stay packed."""
+    how, shares = SamplingConfig(max_new_tokens=60, ignore_eos=True), []
+    for weights, name in (("auto", None), ("fp8", "fp8 (a scale for each row)")):
+        options = {"draft": draft, "draft_weights": weights, "draft_tokens": 3, "draft_always": True}
+        with Engine.from_pretrained(dtype="bf16", **options) as engine:
+            engine.generate(PROMPTS[0], how)
+            assert engine.is_fused
+            assert engine.draft_weights_name == name
+            rounds = [each for step in engine.generation.rounds for each in step]
+            shares.append(sum(accepted for _, accepted in rounds) / sum(drafts for drafts, _ in rounds))
+    assert shares[1] > 0.8 * shares[0]
+
+
 @pytest.mark.parametrize("count", [17, 32])
 def test_many_requests_give_the_text_of_each_alone(count: int) -> None:
     """The library multiplies more than 16 rows."""
