@@ -39,7 +39,7 @@ from alspec.models.checkpoint.source import model_config, model_name
 from alspec.runtime.cache.codecs import cache_name, check_codec, check_softmax, fit_heads
 from alspec.runtime.distributed.placement import Placement, choose_device, choose_mode, why_no_peers
 from alspec.runtime.engine.engine import Engine
-from alspec.runtime.faults.guard import guarded
+from alspec.runtime.faults.guard import guarded, translate_out_of_memory
 from alspec.runtime.profiling.forced_verdicts import ForcedVerdicts, read_layer_rates
 from alspec.runtime.profiling.kernel_trace import kernel_rows, label, layer_parts
 from alspec.runtime.profiling.link_trace import is_linked, link_parts
@@ -209,6 +209,7 @@ def _measure(config: LatencyConfig, command: str, results: list[Measured]) -> No
     with (
         guarded(engine.heartbeat, OUT_OF_MEMORY),
         _show_if_stopped(results, config),
+        translate_out_of_memory(OUT_OF_MEMORY),
         StatusLine(engine.placement.rank == 0) as status,
     ):
         if config.draft == "off":

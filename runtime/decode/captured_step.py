@@ -32,8 +32,8 @@ __all__ = ["CapturedStep", "capture_graph"]
 
 # Steps in flight: one step runs while the host reads the previous one. Every rank must launch the same number of steps,
 # so the number depends on the tokens alone.
-MAIN, ALONE = "m", "a"  # letters of `recent_kinds`: the step, and that of one group alone in a pair
 DEPTH = 2
+MAIN, ALONE = "m", "a"  # letters of `recent_kinds`: the step, and that of one group alone in a pair
 
 
 def capture_graph(device: torch.device, launch: Callable[[], None]) -> torch.cuda.CUDAGraph:

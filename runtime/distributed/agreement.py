@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 import json
 import time
 from collections.abc import Iterable, Iterator
@@ -15,6 +14,7 @@ import torch.distributed as dist
 
 from alspec.config import EngineConfig
 from alspec.errors import CannotConnectError, RankFailureError, UserError
+from alspec.interrupts import interrupts_wait
 from alspec.runtime.distributed.failed_start import check_starts
 from alspec.runtime.distributed.placement import Placement
 from alspec.runtime.distributed.transport import STORE_LOST, TIMEOUT
@@ -50,11 +50,12 @@ class Agreement:
     def __init__(self, placement: Placement, store: dist.Store | None) -> None:
         self._placement = placement
         self._store = store
-        self._calls = itertools.count()
+        self._calls = 0  # completed ones
         self._own_keys: list[str] = []  # keys set by this rank that are still in the store
 
     def _key(self) -> str:
-        return f"alspec/exchange/{next(self._calls)}"
+        """Of this call. One that Ctrl-C ends leaves it to the next, as other ranks may not have begun it."""
+        return f"alspec/exchange/{self._calls}"
 
     def _wait(self, keys: list[str], is_patient: bool = False) -> None:
         """Wait until all `keys` are set."""
@@ -78,7 +79,9 @@ class Agreement:
         own = keys[self._placement.rank]
         self._store.set(own, text)
         self._wait(keys)
-        texts = [self._store.get(each).decode() for each in keys]
+        with interrupts_wait():
+            texts = [self._store.get(each).decode() for each in keys]
+            self._calls += 1
         # Every rank has begun this call, so it has read all earlier keys. The keys of this call may still be read.
         for old in self._own_keys:
             self._store.delete_key(old)
@@ -99,9 +102,13 @@ class Agreement:
         if self._placement.rank == 0:
             assert text is not None
             self._store.set(key, text)
-            self._own_keys.append(key)
+            if key not in self._own_keys:
+                self._own_keys.append(key)
         self._wait([key], is_patient)
-        return str(self._store.get(key).decode())
+        with interrupts_wait():
+            found = str(self._store.get(key).decode())
+            self._calls += 1
+        return found
 
     @_needs_store()
     def gather_within(self, name: str, text: str, timeout_s: float) -> list[str]:

@@ -148,12 +148,17 @@ class Transport:
         try:
             self._connect(backend, store)
         except torch.OutOfMemoryError:
+            self.close()
             raise
         except RuntimeError as error:
+            self.close()
             raise CannotConnectError(
                 f"transport: {backend} cannot connect the ranks: {one_line(error)}; check that host names resolve; "
                 f"{backend.upper()}_SOCKET_IFNAME selects the network interface"
             ) from error
+        except BaseException:
+            self.close()
+            raise
 
     def _connect(self, backend: str, store: dist.Store) -> None:
         placement, device = self.placement, self.device

@@ -258,7 +258,7 @@ def choose_products(model: Llama, tp_size: int, num_rows: int) -> Products:
 
 
 def choose_pair_policy(
-    choices: Choices, config: EngineConfig, model: LlamaConfig, transport: Transport
+    choices: Choices, config: EngineConfig, model: LlamaConfig, transport: Transport, batch_size: int
 ) -> PairPolicy | None:
     """How far ahead the speculator of a pair over a link is, and when the groups decode alone; None in other jobs.
 
@@ -268,8 +268,8 @@ def choose_pair_policy(
     if not placement.is_linked or not choices.uses_graph:
         return None
     _, kv_heads = model.local_heads(tp_size)
-    message = torch.zeros(model.hidden_size + 2 * kv_heads * model.head_dim, dtype=torch.int64, device=choices.device)
-    link_us = transport.message_us(message)
+    size = batch_size * (model.hidden_size + 2 * kv_heads * model.head_dim)
+    link_us = transport.message_us(torch.zeros(size, dtype=torch.int64, device=choices.device))
 
     def costs(num_tokens: int) -> tuple[float, LinkCosts]:
         sizes = choices.dtype, num_tokens, config.kv_cache, config.kv_protect

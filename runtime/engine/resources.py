@@ -189,10 +189,10 @@ class Resources:
         if not self._weights_bytes:
             with self.heartbeat.waiting("load"):
                 self._load_model()
+                self._weights_bytes = memory.weights_bytes
                 self.notices += composition.network_notices(
                     self._choices, self.config, config, self.connected(), max_context
                 )
-            self._weights_bytes = memory.weights_bytes
         self.cache = composition.build_cache(
             self._choices, self.config, config, batch_size, max_context, self._for_turns
         )
@@ -202,7 +202,7 @@ class Resources:
             self.decode_step = self._drafting.build_step(*parts, self._peer_memory, self._step_operation)
             self.notices += [each for each in self._drafting.notices(max_context) if each not in self.notices]
         else:
-            policy = composition.choose_pair_policy(self._choices, self.config, config, self.connected())
+            policy = composition.choose_pair_policy(self._choices, self.config, config, self.connected(), batch_size)
             self.decode_step = composition.build_decode_step(
                 self._choices, self.config.speculation, *parts, self._peer_memory, self._step_operation, policy
             )
@@ -228,12 +228,17 @@ class Resources:
     def _catch_up(self, exchange: Callable[[str], list[str]]) -> None:
         """Launch the steps that other ranks have launched ahead, before anything waits for the device.
 
+        Ranks that were interrupted at different places also agree on how often they have begun something.
+
         Args:
             exchange: every rank's text, given this rank's.
         """
         step = self.decode_step
         own = (0, "") if step is None else (step.launched, step.recent_kinds)
-        launched, kinds = max(map(json.loads, exchange(json.dumps(own))))
+        texts = exchange(json.dumps([*own, self._generations, self._attempts]))
+        steps, kinds_of, generations, attempts = zip(*map(json.loads, texts), strict=True)
+        self._generations, self._attempts = max(generations), max(attempts)
+        launched, kinds = max(zip(steps, kinds_of, strict=True))
         if step is not None:
             step.catch_up(launched, kinds)
 
@@ -252,14 +257,14 @@ class Resources:
         self.transport = Transport(placement, self.device, choices.backend, self._store)
         try:
             self._peer_memory, notices = composition.find_peer_memory(choices, requested, self.transport)
-        except UserError:
+            self.notices += notices
+            self.model = Llama(config, weights, self.transport)
+            if self._drafting is not None:
+                self._drafting.load(self.transport)
+        except BaseException:  # the next load begins anew
             self.transport.close()
             self.transport = None
             raise
-        self.notices += notices
-        self.model = Llama(config, weights, self.transport)
-        if self._drafting is not None:
-            self._drafting.load(self.transport)
 
     def connected(self) -> Transport:
         """The transport. Call `load` first."""

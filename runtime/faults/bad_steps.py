@@ -71,7 +71,8 @@ def bad_logits_error(logits: Tensor, layer_sums: Tensor, step: int, transport: T
         where = "rank {1}, layer {0}".format(*min(bad))
     else:
         token = int(torch.isfinite(logits).all(0).int().argmin())
-        where = f"rank {token // -(-logits.shape[1] // transport.placement.world_size)}, the LM head"
+        peers = transport.placement.peers  # each computes a part of the vocabulary
+        where = f"rank {peers[token // -(-logits.shape[1] // len(peers))]}, the LM head"
     return _bad_numbers("NaN or Inf in the logits", where, step)
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 import re
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -49,6 +51,24 @@ def test_texts_of_all_calls_arrive_and_old_keys_are_deleted() -> None:
 
     on_ranks(store, work)
     assert store.num_keys() == WORLD
+
+
+def test_a_call_that_an_interrupt_ends_leaves_its_number_to_the_next() -> None:
+    """Other ranks may not have begun it. Later calls meet as before."""
+    interrupted = threading.Barrier(WORLD)
+
+    def work(agreement: Agreement, rank: int) -> None:
+        if rank == 1:
+            with mock.patch.object(agreement, "_wait", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+                agreement.exchange("stopped")
+        interrupted.wait(timeout=10)
+        first = agreement.exchange(f"0 of {rank}")  # another rank may still find the text of the interrupted call
+        assert [first[0], first[2]] == ["0 of 0", "0 of 2"]
+        for call in (1, 2):
+            assert agreement.exchange(f"{call} of {rank}") == [f"{call} of {other}" for other in range(WORLD)]
+        assert agreement.broadcast(None if rank else "all") == "all"
+
+    on_ranks(dist.HashStore(), work)
 
 
 def test_long_values_are_compared_by_hash() -> None:

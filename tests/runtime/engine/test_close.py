@@ -181,3 +181,37 @@ def test_ranks_that_cannot_connect_each_print_one_line(
     for line in lines:
         assert line.startswith("alspec: exit 5: transport: gloo cannot connect the ranks: ")
         assert "nosuch9; check that host names resolve; GLOO_SOCKET_IFNAME selects the network interface" in line
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "error"),
+    [
+        ("alspec.runtime.engine.resources", "Llama", 'torch.OutOfMemoryError("too little")'),
+        pytest.param("torch.distributed", "new_group", 'RuntimeError("reset")', marks=pytest.mark.full),
+        pytest.param("torch.distributed", "new_group", "KeyboardInterrupt()", marks=pytest.mark.full),
+    ],
+)
+def test_a_load_that_failed_can_be_repeated(
+    tmp_path: Path, tiny_folder: Path, module: str, name: str, error: str
+) -> None:
+    """On all ranks, after they had connected or while they did; and another engine can follow."""
+    program = write_program(
+        tmp_path,
+        f"""
+import torch, {module} as module
+from unittest import mock
+with mock.patch.object(module, "{name}", side_effect={error}):
+    try:
+        engine.load(1, 64)
+    except BaseException as found:
+        print(type(found).__name__, flush=True)
+engine.load(1, 64)
+engine.close()
+with Engine.from_pretrained(sys.argv[1], transport="gloo") as engine:
+    assert len(list(stream(engine))) == 3
+print("done", flush=True)
+""",
+    )
+    with job(tmp_path, 2, [str(tiny_folder)], program) as running:
+        assert running.torchrun.wait(timeout=60) == 0, running.stderr
+    assert running.stdout.count("done") == 2

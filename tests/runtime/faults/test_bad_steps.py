@@ -118,8 +118,8 @@ def test_a_fault_is_reported_without_the_store() -> None:
 class World:
     """A transport of four ranks that gathers `sums`, the layer sums of all ranks."""
 
-    def __init__(self, sums: Tensor) -> None:
-        self.placement = Placement(0, 4)
+    def __init__(self, sums: Tensor, placement: Placement | None = None) -> None:
+        self.placement = placement or Placement(0, 4)
         self._sums = sums
 
     def all_gather_world(self, _: Tensor) -> Tensor:
@@ -141,3 +141,14 @@ def test_bad_logits_are_named_where_they_began() -> None:
     sums[3, 1:] = torch.nan
     message = str(bad_logits_error(bad, sums[0], 5, World(sums)))  # type: ignore[arg-type]
     assert "first seen on rank 3, layer 1, step 5;" in message
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_bad_logits_of_a_pair_over_a_link_are_named_in_the_own_group(rank: int) -> None:
+    """Each group computes all logits: each of its two ranks has up to 151 of the 301 tokens."""
+    placement = Placement(rank, 4, num_groups=2, is_linked=True)
+    for token, owner in ((150, 0), (151, 1), (300, 1)):
+        bad = torch.zeros(1, 301).index_fill(1, torch.tensor([token]), torch.nan)
+        world = World(torch.zeros(4, NUM_LAYERS), placement)
+        message = str(bad_logits_error(bad, torch.zeros(NUM_LAYERS), 5, world))  # type: ignore[arg-type]
+        assert f"first seen on rank {rank // 2 * 2 + owner}, the LM head" in message
