@@ -40,6 +40,7 @@ from alspec.runtime.distributed.transport import (
     agent_hosts_store,
     connect_store,
 )
+from alspec.runtime.faults.bounded_store import BoundedStore
 from alspec.runtime.faults.processes import born, host, kill_stalled, process_state
 from alspec.runtime.faults.signals import SignalWatch
 
@@ -101,7 +102,7 @@ class Heartbeat:
         # For each other rank: its newest beat, when that was first seen, and the CPU time of its process then.
         self._seen: dict[int, tuple[dict[str, Any], float, float]] = {}
         self._thread: threading.Thread | None = None
-        self._store: dist.Store | None = None
+        self._store: BoundedStore | None = None
         # Called before the last line of this process, so that a command can end an unfinished line of stdout.
         self.end_output: Callable[[], None] = _flush_stdout
 
@@ -118,7 +119,7 @@ class Heartbeat:
         if self._placement.world_size == 1 or self._thread is not None:
             return
         # A separate client: the main thread may block inside a call on the other one.
-        self._store = dist.PrefixStore(self._job, connect_store(self._placement))
+        self._store = BoundedStore(dist.PrefixStore(self._job, connect_store(self._placement)))
         # The handler may never run while the main thread is blocked.
         self._signals = SignalWatch(takes_sigterm=True)
         self._thread = threading.Thread(target=self._watch, name="alspec-heartbeat", daemon=True)

@@ -34,7 +34,7 @@ from tiers import fast
 from alspec.errors import RankFailureError
 from alspec.interrupts import interrupts_wait
 from alspec.runtime.distributed.placement import Placement
-from alspec.runtime.faults import guard, heartbeat
+from alspec.runtime.faults import bounded_store, guard, heartbeat
 from alspec.runtime.faults.heartbeat import TERMINATED_LIMIT_S
 
 MODES = {
@@ -562,3 +562,46 @@ def test_a_rank_without_beats_is_lost_after_its_limit(
     lost = heartbeat._stalled_rank_error(1, beat, state, silent_s, cpu_s=0.0, limit_s=4.0)
     line = f"rank 1 stalled at step 7, operation decode: {state}, no heartbeat for {silent_s:.1f} s"
     assert str(lost) == (line if is_lost else "None")
+
+
+def test_a_store_that_does_not_answer_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As behind a network that drops packets. The call that waits does not keep later ones."""
+    monkeypatch.setattr(bounded_store, "ANSWER_LIMIT_S", 0.2)
+    monkeypatch.setattr(bounded_store, "SECOND_CHANCE_S", 0.1)
+    frozen = threading.Event()
+
+    class Store(dist.HashStore):
+        def check(self, keys: list[str]) -> bool:
+            frozen.wait(timeout=20)
+            return False
+
+    store = bounded_store.BoundedStore(Store())
+    store.set("a", "1")
+    assert (store.get("a"), store.multi_get(["a"])) == (b"1", [b"1"])
+    started = time.monotonic()
+    with pytest.raises(dist.DistNetworkError, match="does not answer"):
+        store.check(["a"])
+    with pytest.raises(dist.DistNetworkError, match="does not answer"):
+        store.get("a")
+    assert time.monotonic() - started < 2
+    frozen.set()
+
+
+def test_a_frozen_store_ends_the_ranks(tmp_path: Path, tiny_folder: Path) -> None:
+    """Its host has no power, say: no connection breaks. torchrun, which holds the store, is stopped here."""
+    endless = """
+with guarded(engine.heartbeat):
+    while True:
+        for token in stream(engine, 20):
+            print("token", flush=True)
+"""
+    with job(tmp_path, 2, [str(tiny_folder)], write_program(tmp_path, endless)) as running:
+        running.wait_for_tokens()
+        running.torchrun.send_signal(signal.SIGSTOP)
+        started = time.monotonic()
+        while any(map(is_running, running.ranks.values())):
+            assert time.monotonic() - started < 20, running.stderr
+            time.sleep(0.1)
+        running.torchrun.send_signal(signal.SIGCONT)
+        assert running.torchrun.wait(timeout=30) != 0
+    assert all(line.startswith("alspec: exit 5: ") for line in running.lines if "exit" in line), running.lines
