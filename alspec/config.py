@@ -515,6 +515,7 @@ _MESSAGES = {
     "path_type": "expected a path",
     "string_too_short": "expected a text",
     "string_type": "expected a text",
+    "string_unicode": "expected UTF-8 text",
     "too_short": "expected at least one value",
     "tuple_type": "expected a list",
 }

@@ -163,9 +163,11 @@ def records_task(engine: Engine, path: Path, count: int) -> Task:
         UserError: the file is unreadable or broken, or a prompt is longer than the model's positions.
     """
     prompts = [_record_prompt(engine, case, case.pairs) for case in _record_cases(path, count)]
+    if not prompts:
+        raise UserError(f"flags: --records: {path} holds no case")
     limit = engine.model_config.longest_context
-    longest = max((_num_tokens(prompt) for prompt in prompts), default=0)
-    if not 0 < longest <= limit:
+    longest = max(map(_num_tokens, prompts))
+    if longest > limit:
         raise UserError(f"flags: --records: {path}: prompts of {longest} tokens; the model has {limit} positions")
     return _answered("record recall", longest, prompts)
 

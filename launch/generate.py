@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from alspec.config import PROMPTS, GenerateConfig
+from alspec.config import PROMPTS, GenerateConfig, SamplingConfig
 from alspec.errors import UserError
 from alspec.launch.terminal.display import Printer, StatusLine, print_panel, shows_color, use_utf8
 from alspec.launch.terminal.flags import Parser, cuts_without_effect, notify, parse_command, speculation_without_effect
@@ -81,7 +81,8 @@ def _plan(config: GenerateConfig, link_us: float) -> None:
     for flag, path in (("--json", config.json_file), ("--trace", config.trace)):
         if path is not None:
             raise UserError(f"flags: {flag}: --plan generates nothing to write there; leave one of them out")
-    given = config.model_fields_set & {*PROMPTS, "max_new_tokens"}
+    of_answers = {*SamplingConfig.model_fields} | {"chat", "system", "color"}
+    given = {"answers" if name == "n" else name for name in config.model_fields_set & {*PROMPTS, *of_answers}}
     if "mode" in config.speculation.model_fields_set:
         given |= {"speculation"}
     if Placement.from_environment().rank != 0:  # once, not by every rank of torchrun

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,10 @@ class Conversation:
                 raise UserError("/save: expected a file: /save FILE")
             if not self._turns:
                 raise UserError("/save: there are no messages yet")
-            write_text(Path(rest).expanduser(), json.dumps({"messages": self.messages}, ensure_ascii=False) + "\n")
+            if "\0" in rest:
+                raise UserError(f"/save: expected a file, found {show(rest)}")
+            write_text(
+                Path(os.path.expanduser(rest)), json.dumps({"messages": self.messages}, ensure_ascii=False) + "\n"
+            )
             return f"{len(self.messages)} messages written to {rest}"
         raise UserError(f"/{command[1]} is no command; /help lists them (a message may begin with a space)")

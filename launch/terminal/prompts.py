@@ -199,6 +199,12 @@ def _read_line(line: str, where: str) -> _Prompt:
     tools = value.pop("tools", None) if kinds == ["messages"] else None
     if tools is not None and not _are_dicts(tools):
         raise UserError(f"{where}: tools: expected a list of JSON schemas, found {show(tools)}")
+    try:
+        json.dumps(value, allow_nan=False, ensure_ascii=False).encode("utf-8")
+    except ValueError:
+        raise UserError(
+            f"{where}: other keys are written with the answer: NaN, Infinity and parts of surrogate pairs cannot be"
+        ) from None
     fields = {"prompt": "text", "prompt_ids": "ids", "messages": "messages"}
     return _Prompt(**{fields[kinds[0]]: content}, where=where, tools=tools, extra=_beside_answer(value))
 

@@ -54,7 +54,7 @@ class UserInput:
                 if self._takes_key:
                     readline.parse_and_bind(rf'"\C-c": "\C-e{_PRESSED}\C-m"')
         if not self.is_terminal and sys.stdin is not None and isinstance(sys.stdin, io.TextIOWrapper):
-            sys.stdin.reconfigure(encoding="utf-8", errors="strict")
+            sys.stdin.reconfigure(encoding="utf-8", errors="strict", newline=None)  # CR LF, too
         if self._takes_signal and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             self._before = signal.signal(signal.SIGINT, self._on_interrupt)
         if self._takes_key:

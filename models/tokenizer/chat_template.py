@@ -94,17 +94,26 @@ def find_template(folder: Path, tokenizer_config: dict[str, Any], has_tools: boo
 def with_text_contents(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Messages whose contents are texts: the text parts of a list, as in OpenAI's API, are joined by a line feed.
 
-    Templates of text models expect a text. vLLM joins parts in the same way.
+    Templates of text models expect a text. vLLM joins parts in the same way. A message that calls tools may have no
+    content, which its template does not read.
 
     Raises:
-        UserError: a part that is no text; names its type.
+        UserError: what is no message, or a content or a part that is no text.
     """
-    return [
-        message | {"content": "\n".join(_text_of(part, index) for part in message["content"])}
-        if isinstance(message.get("content"), list)
-        else message
-        for index, message in enumerate(messages)
-    ]
+    texts = []
+    for index, message in enumerate(messages):
+        if not isinstance(message, dict):
+            raise UserError(f'messages[{index}]: expected {{"role": "user", "content": "..."}}, found {show(message)}')
+        content = message.get("content", "")
+        if isinstance(content, list):
+            texts.append(message | {"content": "\n".join(_text_of(part, index) for part in content)})
+        elif isinstance(content, str) or (content is None and message.get("tool_calls")):
+            texts.append(message)
+        else:
+            raise UserError(
+                f"messages[{index}]: content: expected a text or a list of text parts, found {show(content)}"
+            )
+    return texts
 
 
 def _text_of(part: Any, index: int) -> str:

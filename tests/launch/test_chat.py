@@ -83,6 +83,19 @@ def test_each_answer_is_that_of_the_whole_conversation(talk: Talk, checkpoint: P
     assert kept[1] == lengths[0] + 8, "the answer is encoded as it was generated, unless it has special tokens"
 
 
+def test_saving_to_odd_names(talk: Talk, tmp_path: Path) -> None:
+    """What cannot be written is one notice, and the conversation goes on. CR LF ends a line, too."""
+    path = tmp_path / "saved.jsonl"
+    lines = f"hi\r\n/save ~nosuchuser/x\r\n/save a\0b\r\nho\r\n/save {path}\r\n"
+    code, out, err = talk(lines, "--max-new-tokens", 3, "--ignore-eos")
+    assert code == 0
+    assert len(out.splitlines()) == 2
+    assert "cannot write ~nosuchuser/x" in err
+    assert "/save: expected a file, found 'a\\x00b'" in err
+    messages = json.loads(path.read_text())["messages"]
+    assert [each["content"] for each in messages[::2]] == ["hi", "ho"]
+
+
 def test_commands(talk: Talk, tmp_path: Path) -> None:
     lines = "/system be brief\nhi\n/reset\nhi\n/system\nhi\n/etc/hosts\n /reset\n/none\n/help\n/save\n/save /none/x\n"
     code, out, err = talk(lines, "--max-new-tokens", 3, "--ignore-eos", "--system", "first")

@@ -281,3 +281,5 @@ def test_a_plan_says_what_it_leaves_out(capsys: pytest.CaptureFixture[str]) -> N
     found = capsys.readouterr()
     assert found.out == plan.out
     assert found.err.startswith("alspec: without effect: --max-new-tokens, --prompt-ids, --speculation; --plan shows")
+    assert generate.main([*flags, "--answers", "8", "--chat", "--stop", "x"]) == 0
+    assert capsys.readouterr().err.startswith("alspec: without effect: --answers, --chat, --stop; --plan shows")

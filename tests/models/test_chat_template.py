@@ -10,7 +10,7 @@ from paths import SHARED
 
 from alspec.errors import UserError
 from alspec.models.llama_config import LlamaConfig
-from alspec.models.tokenizer.chat_template import find_template, render_chat
+from alspec.models.tokenizer.chat_template import find_template, render_chat, with_text_contents
 from alspec.models.tokenizer.tokenizer import Tokenizer
 
 PUBLISHED = SHARED / "hf"
@@ -313,3 +313,14 @@ def test_against_transformers(single_folder: Path) -> None:
             expected = oracle.apply_chat_template(TWO_TURNS, tokenize=False, **options)
             assert tokenizer.apply_chat_template(TWO_TURNS, **options) == expected
             assert tokenizer.encode_chat(TWO_TURNS, **options) == oracle.encode(expected, add_special_tokens=False)
+
+
+@pytest.mark.parametrize("content", [{"type": "text", "text": "x"}, 5, None, True])
+def test_a_content_that_is_no_text_is_refused(content: Any) -> None:
+    """A template would write Python's spelling of it. A message that calls tools may have none."""
+    with pytest.raises(UserError, match=r"^messages\[1\]: content: expected a text or a list of text parts, found"):
+        with_text_contents([{"role": "user", "content": "a"}, {"role": "user", "content": content}])
+    calls = [{"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}]
+    assert with_text_contents(calls) == calls
+    with pytest.raises(UserError, match=r"^messages\[0\]: expected .* found 'hi'$"):
+        with_text_contents(["hi"])  # type: ignore[list-item]

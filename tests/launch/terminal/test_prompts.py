@@ -106,6 +106,17 @@ def test_the_system_message_of_a_flag_is_for_messages_without_one(
     assert "--system: 1 of 1 requests" in run(*model, *flags)[2]
 
 
+@pytest.mark.parametrize("other", ['"\\ud800x"', "NaN", "[-Infinity]"])
+def test_other_keys_that_cannot_be_written_are_refused(run: Run, checkpoint: Path, tmp_path: Path, other: str) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(f'{{"prompt": "a"}}\n{{"prompt": "b", "id": {other}}}\n')
+    code, out, err = run("--model", checkpoint, "--transport", "gloo", "--prompt-file", path)
+    assert (code, out) == (2, "")
+    assert err.startswith(
+        f"alspec: exit 2: prompt_file: {path}:2: other keys are written with the answer: NaN, Infinity"
+    )
+
+
 def test_contents_of_messages_may_be_text_parts(
     run: Run, generate_json: Callable[..., Any], checkpoint: Path, tmp_path: Path
 ) -> None:
