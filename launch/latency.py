@@ -360,6 +360,7 @@ def _row(
         "bytes": profile.read_bytes,
         "stream_tb_s": round(copy_bandwidth / 1e12, 3),
         "tokens_per_s": round(profile.tokens_per_s, 2),
+        **({"alone_share": round(profile.alone_share, 4)} if engine.placement.is_linked else {}),
         # A pair skips launches, which then do not read their weights. So its share of the limit is undefined.
         "share_of_limit": round(profile.bytes_per_s / copy_bandwidth, 4) if engine.mode == "off" else None,
         **provenance(ranks if engine.device.type == "cuda" else 0, command),
@@ -440,6 +441,8 @@ def _table(results: list[Measured]) -> Table:
         mode, forced = row["case"]["mode"], " forced" if row["case"]["forced"] else ""
         forced += " by layer" if "layer_rates" in row["case"] else ""
         hits = "-" if profile.hit_rate is None else f"{profile.hit_rate:.1%}{forced}"
+        if profile.alone_share:
+            hits += f", {profile.alone_share:.0%} of the steps alone"
         table.add_row(
             str(profile.context), mode, row["case"]["kv_cache"], hits, *times, f"{profile.tokens_per_s:.1f}", *read
         )

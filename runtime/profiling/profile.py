@@ -44,6 +44,7 @@ class Profile:
     step_us: list[list[float]]  # [world][steps]
     hit_rate: float | None  # accepted share of the verdicts that could reject (see `measure`); None if there are none
     read_bytes: int  # read by this rank in a step of mean length
+    alone_share: float = 0.0  # steps in which each group of a pair decoded alone, because the pair did not pay
 
     @property
     def slowest_us(self) -> list[float]:
@@ -137,7 +138,8 @@ def measure(
     numbered = enumerate(records, context + WARMUP_STEPS)
     counted = [record.hits for length, record in numbered if length >= shortest and record.hits is not None]
     hit_rate = float(torch.stack(counted).float().mean()) if counted else None
-    return Profile(context, batch_size, gathered.tolist(), hit_rate, read)
+    alone = sum(record.is_alone for record in records) / num_steps
+    return Profile(context, batch_size, gathered.tolist(), hit_rate, read, alone)
 
 
 @dataclass(frozen=True)

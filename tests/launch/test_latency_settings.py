@@ -106,10 +106,10 @@ def test_the_cache_has_the_requested_room(checkpoint: Path, monkeypatch: pytest.
     assert loaded == [needed, needed + 50]
 
 
-def engine_of(mode: str, transport_name: str) -> Any:
+def engine_of(mode: str, transport_name: str, is_linked: bool = False) -> Any:
     """An engine of two ranks, as far as a row describes it."""
     return SimpleNamespace(
-        placement=SimpleNamespace(world_size=2, local_world_size=2),
+        placement=SimpleNamespace(world_size=2, local_world_size=2, is_linked=is_linked),
         mode=mode,
         model_config=SimpleNamespace(weights_in_rows=None),
         transport_name=transport_name,
@@ -117,6 +117,17 @@ def engine_of(mode: str, transport_name: str) -> Any:
         dtype_name="bf16",
         device=torch.device("cpu"),
     )
+
+
+def test_a_row_of_a_linked_pair_says_how_often_it_paused() -> None:
+    """Its time is then that of steps of one group alone, and its hit rate that of the other steps."""
+    profile = Profile(1024, 1, [[100.0], [90.0]], 0.5, 10**6, alone_share=0.75)
+    linked, other = (
+        latency._row(config_of(), engine_of("paired", "gloo", is_linked), profile, "real", 5e10, "command")
+        for is_linked in (True, False)
+    )
+    assert linked["alone_share"] == 0.75
+    assert "alone_share" not in other
 
 
 def test_a_row_of_a_pair_has_no_share_of_a_limit() -> None:
