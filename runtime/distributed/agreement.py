@@ -54,7 +54,7 @@ class Agreement:
         self._own_keys: list[str] = []  # keys set by this rank that are still in the store
 
     def _key(self) -> str:
-        """Of this call. One that Ctrl-C ends leaves it to the next, as other ranks may not have begun it."""
+        """Key of the next call. A call that Ctrl-C ends keeps its number: other ranks may not have begun it."""
         return f"alspec/exchange/{self._calls}"
 
     def _wait(self, keys: list[str], is_patient: bool = False) -> None:

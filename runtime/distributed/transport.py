@@ -147,18 +147,14 @@ class Transport:
         os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
         try:
             self._connect(backend, store)
-        except torch.OutOfMemoryError:
-            self.close()
-            raise
-        except RuntimeError as error:
-            self.close()
+        except BaseException as error:
+            self.close()  # another transport may follow
+            if not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError):
+                raise
             raise CannotConnectError(
                 f"transport: {backend} cannot connect the ranks: {one_line(error)}; check that host names resolve; "
                 f"{backend.upper()}_SOCKET_IFNAME selects the network interface"
             ) from error
-        except BaseException:
-            self.close()
-            raise
 
     def _connect(self, backend: str, store: dist.Store) -> None:
         placement, device = self.placement, self.device

@@ -102,9 +102,8 @@ class CapturedRoundStep:
         self._seq_lens: list[int] = []  # cached tokens of each request, and the newest one, as far as rounds are read
         self._live: list[bool] = []  # the flags that the device has
         self._recent: deque[str] = deque(maxlen=RECENT_STEPS)  # kinds of the newest launched rounds
-        self._held = [
-            0
-        ] * self._batch_size  # tokens that a draft model's cache holds at least, as far as rounds are read
+        # Tokens of each request that a draft model's cache holds at least, as far as rounds are read.
+        self._held = [0] * self._batch_size
 
     def _prompt_buffers(self, recall: RecallState) -> tuple[Tensor, DecodeAttention]:
         """Room for the prompts' last queries, and the attention by which they choose the first recall lists."""
@@ -145,9 +144,9 @@ class CapturedRoundStep:
     def prepare(self, sampling: SamplingConfig, kept: Sequence[int] | None = None) -> int:
         """Capture both kinds of round, unless captured ones serve these settings. See `DecodeStep.prepare`."""
         kinds = ChoiceKinds.of(sampling, self._config.vocab_size)
-        own = [*(kind.choice for kind in self._kinds if kind.choice is not None), *self._choices]
-        wanted = [*[kinds] * (len(own) - len(self._choices)), *[_of_drafts(kinds)] * len(self._choices)]
-        is_captured = self._prepared and [choice.kinds for choice in own] == wanted
+        of_rounds = [kind.choice for kind in self._kinds if kind.choice is not None]
+        own = [*of_rounds, *self._choices]
+        is_captured = self._prepared and all(choice.kinds == kinds for choice in of_rounds)
         if not is_captured:
             self._prepared = False  # until all of it has succeeded
             self.release()
@@ -168,7 +167,7 @@ class CapturedRoundStep:
         """How tokens are chosen: in both kinds of round, and in draft steps, which report no log probabilities."""
         args = self._batch_size, self._config.vocab_size, self._device
         step_rows = 0 if self._drafting.drafter is None else self._drafting.drafter.step_rows
-        drafts = _of_drafts(kinds)
+        drafts = kinds._replace(logprobs=False)
         self._plain.choice, drafting = CapturedChoice(kinds, *args), CapturedChoice(kinds, *args, self._num_drafts + 1)
         self._drafting.choice = drafting
         self._choices = [CapturedChoice(drafts, *args, rows) for rows in range(1, step_rows + 1)]
@@ -393,8 +392,3 @@ class CapturedRoundStep:
                 self._ring.rows, self._ring.stamps, self._num_drafts + 1, choice.seen, choice.logprobs_of(buffers),
             )  # fmt: skip
             decoder.commit(state)
-
-
-def _of_drafts(kinds: ChoiceKinds) -> ChoiceKinds:
-    """How draft steps choose tokens: as rounds do, but they report no log probabilities."""
-    return kinds._replace(logprobs=False)

@@ -233,7 +233,7 @@ def test_each_request_of_a_batch_has_its_own_hit_rate() -> None:
 
 
 def test_drafts_behind_the_end_of_a_text_do_not_count() -> None:
-    """Of a round of three accepted drafts the first text takes two tokens, up to its end; the second takes all four."""
+    """One text ends inside the round, behind two of its four tokens. The other text takes all four."""
     sampling = [SamplingConfig(max_new_tokens=count) for count in (2, 9)]
     requests = [Request([1], IdDecoder(), each, []) for each in sampling]
     generation = Generation(requests)
