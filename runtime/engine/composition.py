@@ -58,7 +58,7 @@ __all__ = [
     "choose_pair_policy",
     "choose_products",
     "eager_notices",
-    "serves_rows",
+    "most_rows",
     "find_peer_memory",
     "keeps_context",
     "network_notices",
@@ -159,12 +159,10 @@ def keeps_context(config: EngineConfig, mode: str, for_turns: bool = False) -> b
     return mode != "off" or config.draft != "off" or for_turns
 
 
-def serves_rows(batch_size: int, rows: int, config: LlamaConfig, tp_size: int) -> bool:
-    """Whether the fused kernels serve a round of so many rows of each request."""
+def most_rows(batch_size: int, config: LlamaConfig, tp_size: int) -> int:
+    """Most rows of each request that the fused kernels serve in a round; 0: they do not serve so many requests."""
     heads, kv_heads = config.local_heads(tp_size)
-    if batch_size > MAX_BATCH or batch_size * rows > MAX_ROWS:
-        return False
-    return rows * (heads // kv_heads) <= MAX_COLUMNS
+    return 0 if batch_size > MAX_BATCH else min(MAX_ROWS // batch_size, MAX_COLUMNS // (heads // kv_heads))
 
 
 def eager_notices(
@@ -174,12 +172,10 @@ def eager_notices(
     most, tp_size, reason = max_batch(choices.mode), choices.placement.tp_size, ""
     if batch_size > most:
         reason = f"{batch_size} requests: operations are launched one by one; captured steps serve up to {most}"
-    elif config.draft != "off" and not serves_rows(batch_size, rows := config.tokens_of_step, model, tp_size):
-        heads, kv_heads = model.local_heads(tp_size)
-        most = min(MAX_ROWS // batch_size, MAX_COLUMNS // (heads // kv_heads))
+    elif config.draft != "off" and config.tokens_of_step > (most := most_rows(batch_size, model, tp_size)):
         reason = (
-            f"{batch_size} requests of {rows} rows: the operations of a round are launched one by one; captured rounds "
-            f"serve up to {most} rows of each request here (--draft-tokens {most - 1})"
+            f"{batch_size} requests of {config.tokens_of_step} rows: the operations of a round are launched one by one; "
+            f"captured rounds serve up to {most} rows of each request here (--draft-tokens {most - 1})"
         )
     return [reason] if choices.has_fused_step and reason and reason not in known else []
 

@@ -27,7 +27,7 @@ from alspec.runtime.decode.rounds.round_step import RoundStep
 from alspec.runtime.decode.rounds.row_forward import RowForward
 from alspec.runtime.distributed.placement import PeerMemory
 from alspec.runtime.distributed.transport import Transport
-from alspec.runtime.engine.composition import Choices, serves_rows
+from alspec.runtime.engine.composition import Choices, most_rows
 from alspec.runtime.engine.kept_weights import with_weights
 from alspec.runtime.engine.loading import open_model, read_weights
 from alspec.runtime.engine.memory import RoundSize
@@ -196,7 +196,7 @@ class Drafting:
             self.model.inv_freq = model.inv_freq  # they follow the total length, which is set in the model alone
         policy = DraftPolicy(self.config.draft_always)
         tp_size = self.choices.placement.tp_size
-        if self.choices.has_fused_step and serves_rows(cache.batch_size, self.num_rows, self.target, tp_size):
+        if self.choices.has_fused_step and self.num_rows <= most_rows(cache.batch_size, self.target, tp_size):
             return build_captured_rounds(
                 model, cache, transport, peer_memory, self.choices.uses_graph, operation, self.config, policy,
                 self._captured_round_cost, self.model, own,

@@ -75,7 +75,7 @@ class KeptPrefix:
         self._ids[request] = self._ids[request][:kept]
 
     def interrupted(self) -> None:
-        """A step was interrupted: two may be in flight, and the second may replace the tail by the next block's."""
+        """Keep whole blocks. Of two steps in flight the second may have replaced the tail by the next block's."""
         self._ids = [ids[: self._cache.keepable(len(ids), is_whole=False)] for ids in self._ids]
 
     def wrote_prompt(self, request: int, ids: Sequence[int]) -> None:
