@@ -174,8 +174,8 @@ def eager_notices(
         reason = f"{batch_size} requests: operations are launched one by one; captured steps serve up to {most}"
     elif config.draft != "off" and config.tokens_of_step > (most := most_rows(batch_size, model, tp_size)):
         reason = (
-            f"{batch_size} requests of {config.tokens_of_step} rows: the operations of a round are launched one by one; "
-            f"captured rounds serve up to {most} rows of each request here (--draft-tokens {most - 1})"
+            f"{batch_size} requests of {config.tokens_of_step} rows: the operations of a round are launched one by "
+            f"one; captured rounds serve up to {most} rows of each request here (--draft-tokens {most - 1})"
         )
     return [reason] if choices.has_fused_step and reason and reason not in known else []
 
