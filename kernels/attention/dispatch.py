@@ -131,19 +131,20 @@ def attend(
     speculation: SpecOutput | None = None,
     phase: Phase = "all",
     gate: Tensor | None = None,
+    *,
     prefetch_before_wait: bool = False,
+    after_join: bool = False,
 ) -> None:
     """Launch the decode attention kernel of the layer's codec.
 
     Args, Raises and Capture as for `lean_decode_attention`; `layer` replaces `k_cache` and `v_cache`.
     """
     args = (seq_lens, sm_scale, workspace, out, lse, speculation, phase, gate)
+    launch = {"prefetch_before_wait": prefetch_before_wait, "after_join": after_join}
     if isinstance(layer, QuantisedLayer):
-        quantised_decode_attention(q, layer, *args, prefetch_before_wait=prefetch_before_wait)
+        quantised_decode_attention(q, layer, *args, **launch)
     else:
-        lean_decode_attention(
-            q, layer.k, layer.v, *args, prefetch_before_wait=prefetch_before_wait, sliding_window=layer.sliding_window
-        )
+        lean_decode_attention(q, layer.k, layer.v, *args, sliding_window=layer.sliding_window, **launch)
 
 
 def attend_rows(
@@ -352,7 +353,10 @@ class DecodeAttention:
         workspace, lse = self._workspaces[type(layer)], self._lse
         if speculation is not None and self._recall is not None:
             lse = self._recall.lse[index]
-        attend(q, layer, seq_lens, self._sm_scale, workspace, self._out, lse, speculation, phase)
+        attend(
+            q, layer, seq_lens, self._sm_scale, workspace, self._out, lse, speculation, phase,
+            after_join=phase == "predictor",
+        )  # fmt: skip
 
 
 def _dense_kv(layer: CacheLayer, seq_lens: Tensor) -> tuple[Tensor, Tensor]:

@@ -109,7 +109,7 @@ class LinkedDecoder(Decoder):
         )
         attend(
             buffers.q, cache.layers[layer], cache.lengths(layer), cache.sm_scale, cache.workspace(layer),
-            buffers.attn_out, buffers.lse, output, "predictor", gate,
+            buffers.attn_out, buffers.lse, output, "predictor", gate, after_join=True,
         )  # fmt: skip
 
     def _gather_group(self, rows: Tensor) -> None:

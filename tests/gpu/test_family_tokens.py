@@ -1,4 +1,4 @@
-"""Captured steps of every family on real GPUs against transformers in fp32 on the CPU; one rank, and two that share."""
+"""Captured steps of every family on real GPUs against transformers in fp32 on the CPU; one rank, two and four."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_drafts_behind_a_sliding_window(case: str, draft: str, tmp_path: Path) -
         assert engine.uses_graph
 
 
-# Mode, transport and settings of an engine of two ranks.
+# Mode, transport and settings of an engine of several ranks.
 RUNS = {
     "off symm": {"speculation": {"mode": "off"}, "transport": "symm", "cuda_graph": "on"},
     "off nccl": {"speculation": {"mode": "off"}, "transport": "nccl", "cuda_graph": "on"},
@@ -77,11 +77,11 @@ RUNS = {
 
 @pytest.mark.multi_gpu
 @pytest.mark.gpu
-@needs(2)
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("case", ["qwen3-biases", "llama-biases", "mistral-window"])
-def test_two_ranks_give_the_tokens_of_transformers(case: str, tmp_path: Path) -> None:
-    """With one KV head, which both ranks of a group have; a pair at lambda 0."""
+@pytest.mark.parametrize("case", ["qwen3-biases", "llama-biases", "mistral-window", "phi3-long"])
+@pytest.mark.parametrize("num_ranks", [pytest.param(n, marks=needs(n)) for n in (2, 4)])
+def test_several_ranks_give_the_tokens_of_transformers(num_ranks: int, case: str, tmp_path: Path) -> None:
+    """With one KV head, which all ranks of a group have; a pair at lambda 0."""
     model = tmp_path / "model"
     reference = save_family(model, case, hidden_size=64, num_key_value_heads=1)
     batches = [[prompt(61)], [prompt(150)]]
@@ -91,7 +91,7 @@ def test_two_ranks_give_the_tokens_of_transformers(case: str, tmp_path: Path) ->
         for name, engine in RUNS.items()
     ]  # fmt: skip
     cases = {"runs": runs, "batches": batches, "max_new_tokens": NEW_TOKENS}
-    for rows in run_gpu_worker(2, cases, tmp_path).values():
+    for rows in run_gpu_worker(num_ranks, cases, tmp_path).values():
         for (ids,), row in zip(batches, rows, strict=True):
             expected = clear_tokens(reference, ids)
             assert row["tokens"][0][: len(expected)] == expected

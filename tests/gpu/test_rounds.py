@@ -1,4 +1,4 @@
-"""Captured rounds on one GPU and on two: the text is that of captured steps."""
+"""Captured rounds on one GPU and on several: the text is that of captured steps."""
 
 from __future__ import annotations
 
@@ -113,6 +113,41 @@ def test_many_requests_give_the_text_of_each_alone(count: int) -> None:
         assert engine.uses_graph
         for index in range(0, count, 5):
             assert engine.generate(prompts[index], how) == answers[index]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kv_cache", ["turbo4", "hybrid-k4v2"])
+@pytest.mark.parametrize("num_ranks", [1, *(pytest.param(n, marks=[needs(n), pytest.mark.multi_gpu]) for n in (2, 4))])
+def test_a_conversation_over_a_quantised_cache_gives_the_clear_tokens_of_one_without_drafts(
+    num_ranks: int, kv_cache: str, tmp_path: Path
+) -> None:
+    """In fp32. Answers end in the middle of rounds and blocks, and the next turn goes on from what they left.
+
+    Not `self`, for which prompt passes process the turns.
+    """
+    turning = [draft for draft in DRAFTS if draft != "self"]
+    tokenizer = Tokenizer.from_folder(DEMO_CHECKPOINT, LlamaConfig.from_folder(DEMO_CHECKPOINT))
+    turns = [tokenizer.encode(text, add_bos=False) for text in (PROMPTS[0][:900], PROMPTS[1], PROMPTS[0][900:1100])]
+    shared = {"dtype": "fp32", "speculation": {"mode": "off"}, "cuda_graph": "on", "kv_cache": kv_cache}
+    drafts = {draft: {"draft": draft, "draft_tokens": 4, "draft_always": True} for draft in turning}
+    runs = [
+        {"name": name, "engine": shared | engine, "conversation": turns}
+        for name, engine in {"plain": {}, **drafts}.items()
+    ]
+    found = run_gpu_worker(num_ranks, {"runs": runs, "max_new_tokens": 75}, tmp_path)
+    compared = {draft: 0 for draft in turning}
+    for draft in turning:
+        for plain, drafted in zip(found["plain"], found[draft], strict=True):
+            if drafted["prompt"] != plain["prompt"]:
+                break  # an unclear token before
+            clear = next((place for place, lead in enumerate(plain["leads"]) if lead < LEAD), len(plain["leads"]))
+            assert drafted["tokens"][0][:clear] == plain["tokens"][0][:clear]
+            compared[draft] += clear
+        assert sum(row["accepted"] for row in found[draft]) > 0
+        assert all(row["cuda_graph"] for row in found[draft])
+        for row, following in itertools.pairwise(found[draft]):
+            assert following["reused"] == len(row["prompt"]) + 75 - 1
+    assert min(compared.values()) > 40, compared
 
 
 @pytest.mark.multi_gpu

@@ -167,6 +167,7 @@ def lean_decode_attention(
     gate: Tensor | None = None,
     *,
     prefetch_before_wait: bool = False,
+    after_join: bool = False,
     row_lens: Tensor | None = None,
     block_lse: Tensor | None = None,
     sliding_window: int | None = None,
@@ -189,6 +190,8 @@ def lean_decode_attention(
             writes only these inputs of this launch: q, the newest token of each request, and the gate. The kernel then
             reads the lengths before it waits for the previous kernel. Without speculation and gate it also fetches its
             first tiles.
+        after_join: this launch is the first one after two streams joined. It is no dependent launch then, because a
+            dependent launch waits for one kernel only.
         row_lens: [B, R] int32, without speculation: q, out and lse are [B R, ...], and row r of a request sees its
             first `row_lens[r]` tokens, 1 .. `seq_lens`. K and V are read once for all rows; R Hq / Hkv is at most
             MAX_COLUMNS.
@@ -200,8 +203,8 @@ def lean_decode_attention(
     Raises:
         ValueError: shape, dtype or layout, naming the argument.
     Capture: graph-safe; allocates nothing. From compute capability 9.0 on, the launches are programmatic dependent
-        launches: they start while the previous kernel ends and wait for its results. Exceptions are the `predictor`
-        launch and the combine of a `rest`.
+        launches: they start while the previous kernel ends and wait for its results. Exceptions are launches
+        `after_join` and the combine of a `rest`.
     """
     rows = 1 if row_lens is None else row_lens.shape[1]
     _check(q, k_cache, v_cache, seq_lens, speculation, phase, row_lens)
@@ -213,8 +216,7 @@ def lean_decode_attention(
     use_tma = _uses_tma(q.device, columns, head_dim, q.dtype, rows)
     block_n, long_run, num_stages, pdl = _settings(q.device, width * q.itemsize, use_tma)
     block_n, long_run = _tile_of(block_n, long_run, heads_pad, rows == 1 or (use_tma and heads_pad == 32))
-    # Not for a predictor: it may follow a join of two streams, and a dependent launch waits for one kernel only.
-    pdl = pdl and phase != "predictor"
+    pdl = pdl and not after_join
     spec = speculation
     options: dict[str, Any] = {
         "HKV": num_kv_heads,

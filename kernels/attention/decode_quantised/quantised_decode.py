@@ -132,6 +132,7 @@ def quantised_decode_attention(
     gate: Tensor | None = None,
     *,
     prefetch_before_wait: bool = False,
+    after_join: bool = False,
     rows: int = 1,
     block_lse: Tensor | None = None,
     settings: QuantisedSettings | None = None,
@@ -161,7 +162,7 @@ def quantised_decode_attention(
         lse: [B, Hq] fp32, base 2.
         speculation: where `A~` and its sums go; None: no speculation.
         phase, gate: as for `lean_decode_attention`.
-        prefetch_before_wait: as for `lean_decode_attention`; the newest token is in the tail.
+        prefetch_before_wait, after_join: as for `lean_decode_attention`; the newest token is in the tail.
         rows: rows of each request, without speculation: the cache has B / rows requests, whose rows are neighbours in
             q and seq_lens. Rows are read as requests are.
         block_lse: [B, Hkv, NB, 4, Hq / Hkv] fp32, without speculation: written as `RecallBuffers.block_lse`.
@@ -169,7 +170,7 @@ def quantised_decode_attention(
     Raises:
         ValueError: shape, dtype or layout, naming the argument.
     Capture: graph-safe; allocates nothing. From compute capability 9.0 on, both launches are programmatic dependent
-        launches, except those of a `predictor` and the combine of a `rest`.
+        launches, except those `after_join` and the combine of a `rest`.
     """
     batch_size, num_qo_heads, head_dim = q.shape
     num_kv_heads = layer.num_kv_heads
@@ -180,8 +181,7 @@ def quantised_decode_attention(
     warps, spec = settings.num_warps, speculation
     if warps not in (1, 2, 4):
         raise ValueError(f"settings: expected 1, 2 or 4 warps, found {warps}")
-    # A predictor may be the first launch after two streams joined. A dependent launch waits for one kernel only.
-    pdl = settings.sm90 and phase != "predictor"
+    pdl = settings.sm90 and not after_join
     num_programs = workspace.num_programs
     options: dict[str, Any] = {
         "HEADS_PER_KV": heads_per_kv,

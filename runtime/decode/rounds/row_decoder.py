@@ -113,7 +113,7 @@ class DraftDecoder(Decoder):
         speculation = SpecOutput(self.chunk_size, buffers.attn_out, self._no_sums, recall=recall)
         attend(
             buffers.q, cache.layers[layer], cache.lengths(layer), cache.sm_scale, cache.workspace(layer),
-            buffers.attn_out, buffers.lse, speculation, "predictor",
+            buffers.attn_out, buffers.lse, speculation, "predictor", prefetch_before_wait=not cache.is_ring(layer),
         )  # fmt: skip
 
     def logits(self) -> None:

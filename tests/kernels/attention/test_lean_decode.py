@@ -315,7 +315,7 @@ def test_wrong_arguments_are_refused_before_a_launch(device: torch.device, monke
 
 
 def test_kernels_beside_collectives_are_no_dependent_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These are the predictor and the combine of the rest. Collectives need the SMs that attention leaves free."""
+    """Launches after a join, and the combine of the rest: collectives need the SMs that attention leaves free."""
     is_dependent: dict[str, list[bool]] = {"all": [], "predictor": [], "rest": []}
     launch = Launch.draw((700,), 2, 1, 16, torch.device("cpu"), 3, S)
 
@@ -327,12 +327,15 @@ def test_kernels_beside_collectives_are_no_dependent_launches(monkeypatch: pytes
     monkeypatch.setattr(module + "_settings", lambda *_: (64, 3, 3, True))
     monkeypatch.setattr(module + "jit_launch", lambda *_: record)
     monkeypatch.setattr(module + "set_l1_carveout", lambda _: None)
-    for phase in get_args(Phase):
-        lean_decode_attention(
-            launch.q, launch.k, launch.v, launch.seq_lens, launch.sm_scale, launch.workspace, launch.out, launch.lse,
-            launch.speculation, phase,
-        )  # fmt: skip
-    assert is_dependent == {"all": [True, True], "predictor": [False], "rest": [True, False]}
+    for after_join in (False, True):
+        for phase in get_args(Phase):
+            lean_decode_attention(
+                launch.q, launch.k, launch.v, launch.seq_lens, launch.sm_scale, launch.workspace, launch.out,
+                launch.lse, launch.speculation, phase, after_join=after_join,
+            )  # fmt: skip
+    expected = {"all": [True, True], "predictor": [True], "rest": [True, False]}
+    after_joins = {"all": [False, False], "predictor": [False], "rest": [False, False]}
+    assert is_dependent == {phase: expected[phase] + after_joins[phase] for phase in get_args(Phase)}
 
 
 def test_wrong_parts_are_refused(device: torch.device) -> None:

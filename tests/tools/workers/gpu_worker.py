@@ -1,6 +1,7 @@
 """Run many prompts and thresholds in several modes, one engine after the other, and write tokens and hit maps.
 
-torchrun starts one job for each number of ranks. Prompts of one batch size share a cache and a captured graph.
+torchrun starts one job for each number of ranks. Prompts of one batch size share a cache and a captured graph. A run
+with a `conversation` has its turns in place of the batches: each follows the answers before it.
 """
 
 import gc
@@ -43,7 +44,10 @@ def main() -> int:
         engine = Engine(validate(EngineConfig, run["engine"], "worker"))
         found[run["name"]] = rows = []
         with guarded(engine.heartbeat):
-            work(engine, run, cases, rows)
+            if "conversation" in run:
+                rows += converse(engine, run["conversation"], cases["max_new_tokens"])
+            else:
+                work(engine, run, cases, rows)
         rank = engine.placement.rank
         print(f"rank {rank}: {run['name']} after {time.monotonic() - start:.0f} s", flush=True)
         engine.close()
@@ -72,6 +76,20 @@ def work(engine: Engine, run: dict, cases: dict, rows: list[dict]) -> None:
         engine.load(1, len(cases["long"]["prompt"]) + long.max_new_tokens)
         set_threshold(engine, cases["long"]["threshold"])
         rows.append(generate(engine, [cases["long"]["prompt"]], long) | {"threshold": "long"})
+
+
+def converse(engine: Engine, turns: list[list[int]], max_new_tokens: int) -> list[dict]:
+    """Rows of the turns, with their prompts and by how much each token led the second most likely one."""
+    how, rows, prompt = SamplingConfig(max_new_tokens=max_new_tokens, ignore_eos=True, logprobs=2), [], []
+    engine.load(1, sum(map(len, turns)) + len(turns) * max_new_tokens, for_turns=True)
+    for turn in turns:
+        prompt = [*prompt, *turn]
+        row = generate(engine, [prompt], how)
+        tops = [each.top for each in engine.generation.completions()[0].logprobs or ()]
+        leads = [top[0][1] - top[1][1] for top in tops]
+        rows.append(row | {"prompt": prompt, "leads": leads, "reused": engine.generation.reused_tokens[0]})
+        prompt = [*prompt, *row["tokens"][0]]
+    return rows
 
 
 def set_threshold(engine: Engine, threshold: str) -> None:
