@@ -24,6 +24,7 @@ from alspec.kernels.attention.decode.lean_decode import (
 from alspec.kernels.attention.decode_quantised.quantised_decode import (
     quantised_decode_attention,
     quantised_recall_parts,
+    quantised_rows_together,
     quantised_settings,
     quantised_spec_parts,
 )
@@ -51,6 +52,8 @@ __all__ = [
     "attend_spec_parts",
     "attend_workspace",
     "attend_workspaces",
+    "layer_kind",
+    "rows_together",
 ]
 
 
@@ -98,26 +101,36 @@ class KVLayer(NamedTuple):
 CacheLayer = KVLayer | QuantisedLayer
 
 
+def layer_kind(layer: CacheLayer) -> tuple[type, bool]:
+    """Layers of one kind have the same workspace and the same groups of rows."""
+    return type(layer), layer.sliding_window is None
+
+
+def rows_together(layer: CacheLayer, num_qo_heads: int, rows: int) -> int:
+    """How many rows of a request `attend_rows` computes together, in one group."""
+    return quantised_rows_together(layer, num_qo_heads, rows) if isinstance(layer, QuantisedLayer) else rows
+
+
 def attend_workspace(
     layer: CacheLayer, num_qo_heads: int, device: torch.device, spare_sms: int = 0, rows: int = 1
 ) -> LeanWorkspace:
     """Allocate the scratch memory of `attend` for all SMs but `spare_sms`; for 4 programs in the interpreter.
 
-    Over a quantised cache the rows of a request read the same records. With as many programs for each row and KV head,
-    all rows read a record at about the same time, so that one read from memory serves them; uneven runs drift apart.
+    Over a quantised cache the groups of rows of a request read the same records. With as many programs for each group
+    and KV head, all read a record at about the same time, so that one read from memory serves them; uneven runs drift
+    apart.
 
     rows: of each request, for `attend_rows`.
     """
     sms = num_sms(device) - spare_sms if device.type == "cuda" else 4
     is_quantised = isinstance(layer, QuantisedLayer)
     programs = quantised_settings(device).per_sm * sms if is_quantised else sms
-    # Rows are requests of the kernel over a quantised cache, and columns of the one over bf16.
-    requests, heads = (rows, num_qo_heads) if is_quantised else (1, rows * num_qo_heads)
-    requests *= layer.batch_size
+    together = rows_together(layer, num_qo_heads, rows)
+    groups = layer.batch_size * -(-rows // together)
     if is_quantised and rows > 1:
-        outputs = requests * layer.num_kv_heads
+        outputs = groups * layer.num_kv_heads
         programs -= programs % outputs if programs >= outputs else 0
-    return LeanWorkspace.allocate(requests, heads, layer.num_kv_heads, layer.head_dim, device, programs)
+    return LeanWorkspace.allocate(groups, together * num_qo_heads, layer.num_kv_heads, layer.head_dim, device, programs)
 
 
 def attend(
@@ -140,7 +153,7 @@ def attend(
     Args, Raises and Capture as for `lean_decode_attention`; `layer` replaces `k_cache` and `v_cache`.
     """
     args = (seq_lens, sm_scale, workspace, out, lse, speculation, phase, gate)
-    launch = {"prefetch_before_wait": prefetch_before_wait, "after_join": after_join}
+    launch: dict[str, Any] = {"prefetch_before_wait": prefetch_before_wait, "after_join": after_join}
     if isinstance(layer, QuantisedLayer):
         quantised_decode_attention(q, layer, *args, **launch)
     else:
@@ -163,11 +176,11 @@ def attend_rows(
 
     Args:
         q: [B R, Hq, D], rows of a request side by side.  row_lens: [B, R] int32, ascending; in a layer with a sliding
-            window, from each row to the next by at most 1.
+            window, from each row to the next by at most 1; over a quantised cache, in one block of 64 tokens.
         seq_lens: [B] int32, the last of each request's `row_lens`.
         workspace: of `attend_workspace` with R rows.  out: [B R, Hq, D].  lse: [B R, Hq] fp32.
-        block_lse: written with the weights of blocks: over bf16 [B, Hkv, NB, 4, R Hq / Hkv], over a quantised cache
-            [B R, Hkv, NB, 4, Hq / Hkv].
+        block_lse: written with the weights of blocks, [B G, Hkv, NB, 4, T Hq / Hkv]: of G groups of T rows, see
+            `rows_together`. Rows behind the last one of a request repeat it.
         prefetch_before_wait: as for `attend`.
     Raises, Capture: as for `lean_decode_attention`.
     """
@@ -199,9 +212,9 @@ def attend_recall_parts(layers: Sequence[CacheLayer], recall_blocks: int) -> int
 
 def attend_workspaces(
     layers: Sequence[CacheLayer], num_qo_heads: int, device: torch.device, spare_sms: int = 0, rows: int = 1
-) -> dict[type, LeanWorkspace]:
-    """Allocate `attend_workspace` once for each kind of layer."""
-    kinds = {type(layer): layer for layer in layers}
+) -> dict[tuple[type, bool], LeanWorkspace]:
+    """Allocate `attend_workspace` once for each `layer_kind`."""
+    kinds = {layer_kind(layer): layer for layer in layers}
     return {kind: attend_workspace(layer, num_qo_heads, device, spare_sms, rows) for kind, layer in kinds.items()}
 
 
@@ -350,7 +363,7 @@ class DecodeAttention:
         phase: Phase = "all",
         index: int = 0,
     ) -> None:
-        workspace, lse = self._workspaces[type(layer)], self._lse
+        workspace, lse = self._workspaces[layer_kind(layer)], self._lse
         if speculation is not None and self._recall is not None:
             lse = self._recall.lse[index]
         attend(

@@ -101,8 +101,8 @@ def recall_lists_ref(
 
 @triton.jit(do_not_specialize=["num_blocks", "chunk_size"])
 def _choose_recall_lists_kernel(
-    block_lse_ptr,  # [L, B, HKV, NB, 4, HEADS] fp32
-    lse_ptr,  # [L, B, HKV, HEADS] fp32
+    block_lse_ptr,  # [L, B groups, HKV, NB, 4, TOGETHER HEADS] fp32
+    lse_ptr,  # [L, B ROWS, HKV, HEADS] fp32
     seq_lens_ptr,  # [B] int32
     lists_ptr,  # [L, B, HKV, RECALL] int32
     peer_lists_ptr,  # the same, of another rank; or None
@@ -118,7 +118,7 @@ def _choose_recall_lists_kernel(
     RECALL_PAD: tl.constexpr,
     BLOCKS_PAD: tl.constexpr,
     ROWS: tl.constexpr,
-    APART: tl.constexpr,  # block_lse is [L, B, ROWS, HKV, NB, 4, HEADS], not [L, B, HKV, NB, 4, ROWS, HEADS]
+    TOGETHER: tl.constexpr,  # rows of a group
 ):
     """Choose one list. Grid [HKV, B, L]."""
     head, request, layer = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -132,18 +132,17 @@ def _choose_recall_lists_kernel(
     _, sink, window = token_ranges(tl.load(seq_lens_ptr + request), chunk_size, True, sliding_window)
     blocks, heads = tl.arange(0, BLOCKS_PAD), tl.arange(0, HEADS_PAD)
     is_between = (blocks * KV_BLOCK >= sink) & (blocks * KV_BLOCK + KV_BLOCK <= window)
-    lse_row, first_column = row, 0
-    STRIDE: tl.constexpr = HEADS if APART else ROWS * HEADS
+    lse_row, output, first_column = row, row, 0
+    STRIDE: tl.constexpr = TOGETHER * HEADS
     if chosen_rows_ptr is not None:
+        GROUPS: tl.constexpr = (ROWS + TOGETHER - 1) // TOGETHER
         chosen_row = tl.load(chosen_rows_ptr + request)
         lse_row = ((layer * tl.num_programs(1) + request) * ROWS + chosen_row) * HKV + head
-        first_column = chosen_row * HEADS
+        output = ((layer * tl.num_programs(1) + request) * GROUPS + chosen_row // TOGETHER) * HKV + head
+        first_column = chosen_row % TOGETHER * HEADS
     lse = tl.load(lse_ptr + lse_row * HEADS + heads, mask=heads < HEADS, other=float("inf"))
     weights = tl.zeros([BLOCKS_PAD, HEADS_PAD], tl.float32)
-    if APART:
-        first = block_lse_ptr + lse_row.to(tl.int64) * num_blocks * (4 * STRIDE)
-    else:
-        first = block_lse_ptr + row.to(tl.int64) * num_blocks * (4 * STRIDE) + first_column
+    first = block_lse_ptr + output.to(tl.int64) * num_blocks * (4 * STRIDE) + first_column
     mask = is_between[:, None] & (heads < HEADS)[None, :]
     for part in tl.static_range(4):
         offsets = (blocks * 4 + part)[:, None] * STRIDE + heads[None, :]
@@ -205,7 +204,7 @@ def launch_choice(
     senders: Tensor | None = None,
     chosen_rows: Tensor | None = None,
     rows: int = 1,
-    is_apart: bool = False,
+    together: int = 1,
     windows: Tensor | None = None,
 ) -> None:
     """Launch the kernel of `choose_recall_lists`, with the tensors of the chosen layers.
@@ -213,7 +212,7 @@ def launch_choice(
     Args:
         chosen_rows: [B] int32, the row of each request whose attention chooses; None: there is one row.
         rows: rows of each request.  lse: [L, B rows, Hq].
-        is_apart: block_lse is [L, B rows, Hkv, NB, 4, Hq / Hkv]; otherwise [L, B, Hkv, NB, 4, rows Hq / Hkv].
+        together: rows of a group.  block_lse: [L, B groups, Hkv, NB, 4, together Hq / Hkv], see `attend_rows`.
         windows: [L] int32, see `RecallState`.
     """
     num_layers, batch_size, num_kv_heads, count = lists.shape
@@ -222,7 +221,7 @@ def launch_choice(
     pad = max(triton.next_power_of_2(num_blocks), recall_pad)
     jit_launch(_choose_recall_lists_kernel, (num_kv_heads, batch_size, num_layers))(
         block_lse, lse, seq_lens, lists, peer_lists, senders, chosen_rows, windows, num_blocks, chunk_size,
-        HKV=num_kv_heads, HEADS=heads, ROWS=rows, APART=is_apart,
+        HKV=num_kv_heads, HEADS=heads, ROWS=rows, TOGETHER=together,
         HEADS_PAD=triton.next_power_of_2(heads), RECALL=count, RECALL_PAD=recall_pad, BLOCKS_PAD=pad,
         num_warps=num_warps(pad),
     )  # fmt: skip

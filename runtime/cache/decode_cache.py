@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from alspec.kernels.attention.decode.lean_decode import LeanWorkspace
-from alspec.kernels.attention.dispatch import KVLayer, attend_workspaces
+from alspec.kernels.attention.dispatch import KVLayer, attend_workspaces, layer_kind
 from alspec.kernels.kv_codec.quantised_layer import QuantisedLayer
 from alspec.runtime.cache.codecs import Cache
 
@@ -56,7 +56,7 @@ class DecodeCache:
 
     def workspace(self, layer: int) -> LeanWorkspace:
         """Return the scratch memory of attention over a layer; layers of one kind share it."""
-        return self._workspaces[type(self.layers[layer])]
+        return self._workspaces[layer_kind(self.layers[layer])]
 
     def begin_step(self) -> None:
         """Compute how many tokens rings hold. Call it before the layers of a step."""

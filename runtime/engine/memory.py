@@ -12,6 +12,7 @@ import torch
 
 from alspec.config import Weights
 from alspec.errors import DoesNotFitError, UserError
+from alspec.kernels.attention.decode_quantised.quantised_decode import most_rows_together
 from alspec.kernels.attention.recall import recall_bytes
 from alspec.kernels.attention.torch_attention import QUERIES_AT_ONCE, SCORE_BYTES, SCORES_AT_ONCE
 from alspec.kernels.common.limits import FAST_ROWS, MAX_FUSED_ROWS, MAX_ROWS
@@ -151,7 +152,11 @@ def plan_memory(
     if recall_blocks:
         recall = recall_bytes(config.num_layers, q_heads, kv_heads, max_context, recall_blocks)
         # Captured rounds keep the weights of blocks of a plain step, and of each row of a round.
-        buffers += batch_size * recall * (1 if rounds is None or device_type != "cuda" else rounds.rows + 2)
+        kept = 1
+        if rounds is not None and device_type == "cuda":
+            together = 1 if kv_cache == "bf16" else most_rows_together(q_heads // kv_heads, rounds.rows)
+            kept = 2 + -(-rounds.rows // together) * together
+        buffers += batch_size * recall * kept
     if rounds is not None:
         buffers += HISTORY_BYTES * batch_size * (max_context + rounds.rows)
     if rounds is not None and rounds.draft_weights != "auto":

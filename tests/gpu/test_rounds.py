@@ -146,7 +146,7 @@ def test_a_conversation_over_a_quantised_cache_gives_the_clear_tokens_of_one_wit
         assert sum(row["accepted"] for row in found[draft]) > 0
         assert all(row["cuda_graph"] for row in found[draft])
         for row, following in itertools.pairwise(found[draft]):
-            assert following["reused"] == len(row["prompt"]) + 75 - 1
+            assert following["reused"] >= len(row["prompt"]) + 75 - 1  # all, if the last token was an accepted draft
     assert min(compared.values()) > 40, compared
 
 

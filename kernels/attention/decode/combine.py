@@ -110,7 +110,7 @@ def store_output(
         store_partial(o, lse, o_ptr, lse_ptr, program + output, heads, channels, HEADS_PER_KV)
     else:
         if is_whole:
-            row, head_mask = query_row(output, heads, HKV, HEADS_PER_KV, ROWS), heads < HEADS_PER_KV
+            row, head_mask = query_row(output, heads, HKV, HEADS_PER_KV, ROWS, ROWS), heads < HEADS_PER_KV
             tl.store(
                 out_ptr + row[None, :] * HEAD_DIM + channels[:, None], o.to(out_ptr.dtype.element_ty),
                 mask=head_mask[None, :] & (channels < HEAD_DIM)[:, None],

@@ -208,7 +208,7 @@ def lean_decode_attention(
     """
     rows = 1 if row_lens is None else row_lens.shape[1]
     _check(q, k_cache, v_cache, seq_lens, speculation, phase, row_lens)
-    check_outputs(q, k_cache.shape[1], workspace, out, lse, rows)
+    check_outputs(q, k_cache.shape[1], workspace, out, lse, rows, rows)
     (num_rows, num_qo_heads, head_dim), num_kv_heads = q.shape, k_cache.shape[1]
     batch_size, columns = num_rows // rows, rows * num_qo_heads // num_kv_heads
     heads_pad = triton.next_power_of_2(columns)
@@ -256,7 +256,9 @@ def lean_decode_attention(
             "WHOLE": results[0] is not None,
             "SLICES_PER_PROGRAM": slices_per_program(num_rows, num_qo_heads, head_dim),
         }
-        launch_combine(lean_combine_kernel, seq_lens, workspace, out, lse, spec, gate, scalars, head_dim, options)
+        launch_combine(
+            lean_combine_kernel, seq_lens, workspace, out, lse, spec, gate, scalars, head_dim, lse.numel(), options
+        )  # fmt: skip
 
 
 def recall_options(speculation: SpecOutput | None) -> dict[str, int]:
@@ -323,17 +325,19 @@ def check_row_lens(row_lens: Tensor, batch_size: int, heads_per_kv: int, specula
 
 
 def check_outputs(
-    q: Tensor, num_kv_heads: int, workspace: LeanWorkspace, out: Tensor, lse: Tensor, rows: int = 1
+    q: Tensor, num_kv_heads: int, workspace: LeanWorkspace, out: Tensor, lse: Tensor, rows: int, together: int
 ) -> None:
-    """Raise ValueError if `out`, `lse` or the workspace does not fit the attention of q [B rows, Hq, D]."""
+    """Raise ValueError if `out`, `lse` or the workspace does not fit the attention of q [B rows, Hq, D].
+
+    together: rows of a request that make an output, at most.
+    """
     num_rows, num_qo_heads, head_dim = q.shape
     if out.shape != q.shape or not out.is_contiguous():
         raise ValueError(f"out: expected {list(q.shape)}, contiguous, found {list(out.shape)}")
     if lse.shape != q.shape[:2] or lse.dtype != torch.float32 or not lse.is_contiguous():
         raise ValueError(f"lse: expected {list(q.shape[:2])} fp32, contiguous, found {list(lse.shape)} {lse.dtype}")
-    expected = LeanWorkspace.shape(
-        num_rows // rows, rows * num_qo_heads, num_kv_heads, head_dim, workspace.num_programs
-    )
+    groups = num_rows // rows * -(-rows // together)
+    expected = LeanWorkspace.shape(groups, together * num_qo_heads, num_kv_heads, head_dim, workspace.num_programs)
     if workspace.o.shape != expected:
         raise ValueError(f"workspace: expected partials {list(expected)}, found {list(workspace.o.shape)}")
 
@@ -387,6 +391,7 @@ def launch_combine(
     gate: Tensor | None,
     scalars: tuple[int | None, ...],
     head_dim: int,
+    num_columns: int,
     options: dict[str, Any],
 ) -> None:
     """Launch the combine after the attention launch, for any codec: writes `out`, `lse` and the sums from the partials.
@@ -395,6 +400,7 @@ def launch_combine(
 
     Args:
         kernel: the combine kernel of the codec.
+        num_columns: columns of all outputs: query heads of all rows, and of rows that repeat the last one of a request.
         scalars, options: further arguments and launch options of the combine kernel, as in the attention launch. With
             an option SLICES_PER_PROGRAM a program combines as many slices, one after another; otherwise one.
         Others as for `lean_decode_attention`.
@@ -407,9 +413,9 @@ def launch_combine(
         # these SMs to a large L1. Then the messages could not start before attention has ended.
         options = {name: value for name, value in options.items() if name != "launch_pdl"} | {"PDL": False}
     batch_size, num_qo_heads = lse.shape
-    programs_per_head = workspace.num_programs * options["HEADS_PER_KV"] // lse.numel()
+    programs_per_head = workspace.num_programs * options["HEADS_PER_KV"] // num_columns
     slice_width, num_slices, round_size = combine_sizes(batch_size, num_qo_heads, head_dim, programs_per_head)
-    num_programs = triton.cdiv(lse.numel() * num_slices, options.get("SLICES_PER_PROGRAM", 1))
+    num_programs = triton.cdiv(num_columns * num_slices, options.get("SLICES_PER_PROGRAM", 1))
     compiled = jit_launch(kernel, (num_programs,))(
         seq_lens,
         workspace.o,

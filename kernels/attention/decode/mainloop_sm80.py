@@ -196,7 +196,7 @@ def _attend_run(
         if ROWS == 1:
             q = tl.load(q_ptr + output * (HEADS_PER_KV * HEAD_DIM) + q_offsets, mask=q_mask, other=0.0)
         else:
-            q_rows = query_row(output, heads, HKV, HEADS_PER_KV, ROWS)
+            q_rows = query_row(output, heads, HKV, HEADS_PER_KV, ROWS, ROWS)
             q = tl.load(q_ptr + q_rows[:, None] * HEAD_DIM + channels[None, :], mask=q_mask, other=0.0)
         # Clamp to the last token: cheaper than a mask, and never reads unused memory, which may hold NaN.
         tokens = tl.minimum(offsets, left - 1).to(tl.int64)[:, None] * HEAD_DIM
@@ -482,7 +482,7 @@ def lean_combine_kernel(
         if gate_ptr is not None:
             is_needed = is_needed & (tl.load(gate_ptr) != 0)
         if ROWS > 1:
-            row = query_row(output, head, HKV, HEADS_PER_KV, ROWS)
+            row = query_row(output, head, HKV, HEADS_PER_KV, ROWS, ROWS)
         if is_needed:
             combine_output(
                 o_partial_ptr, lse_partial_ptr, partial_index, runs,

@@ -159,7 +159,7 @@ def _load_query(
     heads = gl.arange(0, HEADS_PAD, layout=gl.SliceLayout(1, layout))[:, None]
     channels = gl.arange(0, D, layout=gl.SliceLayout(0, layout))[None, :]
     q_mask = (heads < HEADS_PER_KV) & (channels < HEAD_DIM) & (output < num_outputs)
-    row = query_row(output, heads, HKV, HEADS_PER_KV, ROWS)
+    row = query_row(output, heads, HKV, HEADS_PER_KV, ROWS, ROWS)
     return gl.load(q_ptr + row * HEAD_DIM + channels, mask=q_mask, other=0.0)
 
 

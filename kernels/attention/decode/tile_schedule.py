@@ -51,6 +51,7 @@ __all__ = [
     "rows_reach",
     "program_of_tile",
     "query_row",
+    "request_row",
     "start_after",
     "count_hidden",
     "count_tiles",
@@ -123,16 +124,33 @@ def count_hidden(blocks, is_entry, first_visible):
 
 
 @triton.jit
-def query_row(output, column, HKV: tl.constexpr, HEADS_PER_KV: tl.constexpr, ROWS: tl.constexpr):
+def request_row(group, index, ROWS: tl.constexpr, TOGETHER: tl.constexpr):
+    """Which of [B ROWS] rows is row `index` of a group: up to TOGETHER rows of a request; its last row repeats."""
+    row = group
+    if TOGETHER > 1:
+        GROUPS: tl.constexpr = (ROWS + TOGETHER - 1) // TOGETHER
+        row = group % GROUPS * TOGETHER + index
+        if ROWS % TOGETHER > 0:
+            row = tl.minimum(row, ROWS - 1)
+        row += group // GROUPS * ROWS
+    return row
+
+
+@triton.jit
+def query_row(
+    output, column, HKV: tl.constexpr, HEADS_PER_KV: tl.constexpr, ROWS: tl.constexpr, TOGETHER: tl.constexpr
+):
     """Row of q and of the result, [B ROWS HQ, D], of a column of an output.
 
-    The HEADS_PER_KV columns of an output are the query heads of its KV head, of one row of the request after another.
+    An output is a KV head and a group of rows of a request (`request_row`). Its HEADS_PER_KV columns are the query
+    heads of one row after another.
     """
-    if ROWS == 1:
+    if TOGETHER == 1:
         row = output * HEADS_PER_KV + column
     else:
-        HEADS: tl.constexpr = HEADS_PER_KV // ROWS
-        row = ((output // HKV * ROWS + column // HEADS) * HKV + output % HKV) * HEADS + column % HEADS
+        HEADS: tl.constexpr = HEADS_PER_KV // TOGETHER
+        row = request_row(output // HKV, column // HEADS, ROWS, TOGETHER)
+        row = (row * HKV + output % HKV) * HEADS + column % HEADS
     return row
 
 

@@ -63,8 +63,8 @@ PLANE_SCORE = tl.constexpr(
 
 @triton.jit
 def prepare_flashq_query(
-    q_ptr, output, buffers, parity, HEADS_PER_KV: tl.constexpr, HEADS: tl.constexpr, W: tl.constexpr, D: tl.constexpr,
-    BULK_Q: tl.constexpr,
+    source, buffers, parity, HEADS_PER_KV: tl.constexpr, HEADS: tl.constexpr, TOGETHER: tl.constexpr, W: tl.constexpr,
+    D: tl.constexpr, BULK_Q: tl.constexpr,
 ):  # fmt: skip
     """Load the query heads of an output in lanes, relative to the largest |q| of each head.
 
@@ -83,7 +83,7 @@ def prepare_flashq_query(
         q_address = await_query(buffers, parity, W, D)
     q_max, values, even, odd, z_excess = (), (), (), (), ()
     for c in tl.static_range(C):
-        x, pairs = load_query_head(q_ptr, output, q_address, c, HEADS_PER_KV, HEADS, W, D, BULK_Q)
+        x, pairs = load_query_head(source, q_address, c, HEADS_PER_KV, HEADS, TOGETHER, W, D, BULK_Q)
         head_max, factor = relative_to_max(x, D)
         q_max = q_max + (head_max,)  # noqa: RUF005
         scaled = ()

@@ -114,6 +114,8 @@ def attend_blocks(
     query_scale = scale_query(query, qk_scale, FORMAT, BITS, D, C)
     k_scale, v_scale = load_scales(scales_ptr, 0, blocks, W)
     num_tiles = tl.cdiv(count, W)
+    # Eight heads leave no registers for V while the weights of blocks are computed.
+    LATE_VALUES: tl.constexpr = block_lse is not None and C > 1
     for tile in tl.range(0, num_tiles, num_stages=1):
         more = tile + 1 < num_tiles
         if BULK:
@@ -127,7 +129,7 @@ def attend_blocks(
         hidden = None
         if first_visible is not None:
             hidden = _hidden_tokens(first_visible - block_index(tile, warps, blocks, W) * TOKENS)
-        if BULK:
+        if BULK and not LATE_VALUES:
             values = read_values(await_side(buffers, parity, True, W, D), FORMAT, D, BITS)
             copy_side(buffers, records_ptr, tile + 1, blocks, BITS, more, values[-1], FORMAT, True, W, D)
 
@@ -155,6 +157,9 @@ def attend_blocks(
         maxima = new_maxima
         if block_lse is not None:
             _store_block_lse(p, block_maxima, block_lse, block_index(tile, warps, blocks, W), valid, HEADS_PER_KV, C)
+        if BULK and LATE_VALUES:
+            values = read_values(await_side(buffers, parity, True, W, D), FORMAT, D, BITS)
+            copy_side(buffers, records_ptr, tile + 1, blocks, BITS, more, values[-1], FORMAT, True, W, D)
         state = accumulate(state, p, alphas, betas, v_scale, values, FORMAT, HEADS, W, D, BITS)
         k_scale, v_scale = next_k_scale, next_v_scale
         parity ^= 1

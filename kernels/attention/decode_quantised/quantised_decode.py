@@ -54,10 +54,12 @@ from alspec.kernels.kv_codec.quantised_layer import BLOCK, HEAD_DIMS, QuantisedL
 __all__ = [
     "MAX_HEADS_PER_KV",
     "QuantisedSettings",
+    "most_rows_together",
     "quantised_decode_attention",
     "quantised_recall_parts",
-    "quantised_spec_parts",
+    "quantised_rows_together",
     "quantised_settings",
+    "quantised_spec_parts",
 ]
 
 # Registers of a thread, for two programs on an SM. Without this limit ptxas takes only 168 and spills.
@@ -103,10 +105,27 @@ def quantised_recall_parts(recall_blocks: int) -> int:
     return min(-(-recall_blocks // 8), MAX_RECALL_PARTS)
 
 
+def quantised_rows_together(layer: QuantisedLayer, num_qo_heads: int, rows: int) -> int:
+    """How many of the rows of a request are computed together, so that a record is read and decoded once for them.
+
+    As many as there are columns of an MMA for. One, where a row has a window or a cutoff of its own.
+    """
+    if layer.sliding_window is not None or layer.softmax == "sas":
+        return 1
+    return most_rows_together(num_qo_heads // layer.num_kv_heads, rows)
+
+
+def most_rows_together(heads_per_kv: int, rows: int) -> int:
+    """As `quantised_rows_together`, without windows and cutoffs."""
+    return max(1, min(rows, MAX_HEADS_PER_KV // heads_per_kv))
+
+
 def schedule_sizes(batch_size: int, num_kv_heads: int, num_programs: int) -> dict[str, int]:
     """Return the constexpr arguments of the schedule's device code, by name.
 
     The heads of one request have equal work. So with one request, each head has its own programs and its own schedule.
+
+    batch_size: requests, or groups of rows.
     """
     outputs = batch_size * num_kv_heads
     per_head = batch_size == 1 and num_programs >= outputs
@@ -163,9 +182,10 @@ def quantised_decode_attention(
         speculation: where `A~` and its sums go; None: no speculation.
         phase, gate: as for `lean_decode_attention`.
         prefetch_before_wait, after_join: as for `lean_decode_attention`; the newest token is in the tail.
-        rows: rows of each request, without speculation: the cache has B / rows requests, whose rows are neighbours in
-            q and seq_lens. Rows are read as requests are.
-        block_lse: [B, Hkv, NB, 4, Hq / Hkv] fp32, without speculation: written as `RecallBuffers.block_lse`.
+        rows: R rows of each request, without speculation: the cache has B / R requests, whose rows are neighbours in
+            q and seq_lens, in the same block of 64 tokens. `quantised_rows_together` of them make a group, at most.
+        block_lse: without speculation [B / R groups, Hkv, NB, 4, rows of a group Hq / Hkv] fp32: written as
+            `RecallBuffers.block_lse`, the heads of one row of a group after another.
         settings: replaces `quantised_settings(device)`.
     Raises:
         ValueError: shape, dtype or layout, naming the argument.
@@ -175,8 +195,9 @@ def quantised_decode_attention(
     batch_size, num_qo_heads, head_dim = q.shape
     num_kv_heads = layer.num_kv_heads
     _check(q, layer, seq_lens, speculation, phase, rows)
-    check_outputs(q, num_kv_heads, workspace, out, lse)
-    heads_per_kv = num_qo_heads // num_kv_heads
+    together = quantised_rows_together(layer, num_qo_heads, rows)
+    check_outputs(q, num_kv_heads, workspace, out, lse, rows, together)
+    num_groups = batch_size // rows * -(-rows // together)
     settings = settings or quantised_settings(q.device)
     warps, spec = settings.num_warps, speculation
     if warps not in (1, 2, 4):
@@ -184,9 +205,11 @@ def quantised_decode_attention(
     pdl = settings.sm90 and not after_join
     num_programs = workspace.num_programs
     options: dict[str, Any] = {
-        "HEADS_PER_KV": heads_per_kv,
+        "HEADS_PER_KV": together * num_qo_heads // num_kv_heads,
         "D": head_dim,
-        **schedule_sizes(batch_size, num_kv_heads, num_programs),
+        "ROWS": rows,
+        "TOGETHER": together,
+        **schedule_sizes(num_groups, num_kv_heads, num_programs),
         "WARPS": warps,
         "SPEC": spec is not None,
         "SPEC_PARTS": spec.parts if spec else 1,
@@ -221,7 +244,6 @@ def quantised_decode_attention(
         chunk_blocks,
         PER_SM=settings.per_sm if num_programs % settings.per_sm == 0 else 1,
         FORMAT=layer.format,
-        ROWS=rows,
         SAS=layer.softmax == "sas",
         READ_LENGTHS_EARLY=pdl and prefetch_before_wait,
         BULK=settings.sm90,
@@ -233,7 +255,10 @@ def quantised_decode_attention(
     if phase == "predictor" and not options["RECALL"]:
         return
     scalars = (layer.sliding_window, chunk_blocks)
-    launch_combine(quantised_combine_kernel, seq_lens, workspace, out, lse, spec, gate, scalars, head_dim, options)
+    num_columns = num_groups * together * num_qo_heads
+    launch_combine(
+        quantised_combine_kernel, seq_lens, workspace, out, lse, spec, gate, scalars, head_dim, num_columns, options
+    )
 
 
 def _check(

@@ -15,7 +15,9 @@ from alspec.kernels.attention.decode.tile_schedule import (
     REST,
     count_hidden,
     locate,
+    query_row,
     recall_part_blocks,
+    request_row,
     start_after,
 )
 from alspec.kernels.attention.decode_quantised.block_attention import attend_blocks, empty_softmax
@@ -27,7 +29,7 @@ from alspec.kernels.attention.decode_quantised.block_schedule import (
     run_start,
     spec_items_before,
 )
-from alspec.kernels.attention.decode_quantised.query import copy_query
+from alspec.kernels.attention.decode_quantised.query import copy_query, query_source
 from alspec.kernels.attention.decode_quantised.record_loads import copy_side, init_buffers
 from alspec.kernels.attention.decode_quantised.sides import prepare_query
 from alspec.kernels.attention.decode_quantised.tail_attention import COLUMNS, attend_tail
@@ -116,9 +118,9 @@ def _with_listed(
 
 
 @triton.jit
-def _cache_head(output, HKV: tl.constexpr, ROWS: tl.constexpr):
-    """Index of an output's KV head in the cache, [B / ROWS, HKV]: rows of a request share its cache."""
-    return output if ROWS == 1 else output // (HKV * ROWS) * HKV + output % HKV
+def _cache_head(output, HKV: tl.constexpr, GROUPS: tl.constexpr):
+    """Index of an output's KV head in the cache, [B, HKV]: the groups of rows of a request share its cache."""
+    return output if GROUPS == 1 else output // (HKV * GROUPS) * HKV + output % HKV
 
 
 @triton.jit
@@ -171,31 +173,33 @@ def program_work(
 
 @triton.jit
 def _attend_item(
-    buffers, parity, query_parity, q_ptr, output, qk_scale, records, width, scales, blocks, block_lse, tail,
-    tail_scale_ptr, has_tail, tail_tokens, first_visible, cutoff, FORMAT: tl.constexpr, HEADS_PER_KV: tl.constexpr,
-    HEADS: tl.constexpr, WARPS: tl.constexpr, D: tl.constexpr, SAS: tl.constexpr, BULK: tl.constexpr,
-    BULK_Q: tl.constexpr,
+    buffers, parity, query_parity, source, qk_scale, records, width, scales, blocks, block_lse, tail, tail_scale_ptr,
+    has_tail, tail_tokens, row_lens, first_visible, cutoff, FORMAT: tl.constexpr, HEADS_PER_KV: tl.constexpr,
+    HEADS: tl.constexpr, TOGETHER: tl.constexpr, WARPS: tl.constexpr, D: tl.constexpr, SAS: tl.constexpr,
+    BULK: tl.constexpr, BULK_Q: tl.constexpr,
 ):  # fmt: skip
     """Attention of one work item: its tail if it has one, then its blocks.
 
     Args:
         buffers, parity, query_parity: of `init_buffers`; phases of the barriers of the records and of q.
+        source: of `query_source`.
         records, scales, tail, tail_scale_ptr: of the output.  width: bits of a code.
         block_lse: as for `attend_blocks`.
         blocks, has_tail: of `item_blocks`; with BULK the copies of the first records are already issued.
-        tail_tokens: as for `attend_tail`.  first_visible: as for `attend_blocks`.
+        tail_tokens, row_lens: as for `attend_tail`.  first_visible: as for `attend_blocks`.
         cutoff: of `sas_exp2`.  BULK_Q: whether q comes through shared memory.
     Returns:
         o, lse: of `combine_warps`.  parity, query_parity: for the next work item.
     """
     if has_tail:
         maxima, state = attend_tail(
-            q_ptr, output, qk_scale, tail, tail_scale_ptr, tail_tokens, cutoff, HEADS_PER_KV, HEADS, WARPS, D, SAS
-        )
+            source, qk_scale, tail, tail_scale_ptr, tail_tokens, row_lens, cutoff, HEADS_PER_KV, HEADS, TOGETHER, WARPS,
+            D, SAS,
+        )  # fmt: skip
     else:
         maxima, state = empty_softmax(HEADS, WARPS, D)
     if blocks[3] > 0:
-        query = prepare_query(q_ptr, output, buffers, query_parity, FORMAT, HEADS_PER_KV, HEADS, WARPS, D, BULK_Q)
+        query = prepare_query(source, buffers, query_parity, FORMAT, HEADS_PER_KV, HEADS, TOGETHER, WARPS, D, BULK_Q)
         query_parity ^= 1
         # Heads may have 2 or 4 bits, known only here: the kernel contains both loops.
         if has_own_bits(FORMAT) and (width == 2):
@@ -215,14 +219,14 @@ def _attend_item(
 # Not specialised, because no code depends on their divisibility: one kernel serves every capacity and chunk size.
 @triton.jit(do_not_specialize=["num_blocks", "chunk_blocks", "sliding_window"], do_not_specialize_on_alignment=PER_HEAD)
 def quantised_decode_kernel(
-    q_ptr,  # [B, Hkv * HEADS_PER_KV, D]
+    q_ptr,  # [B, Hkv * HEADS_PER_KV, D]; with rows [B ROWS, Hkv * HEADS_PER_KV / TOGETHER, D]
     records_ptr,  # [W] int32
     offset_ptr,  # [B, Hkv] int64
     bits_ptr,  # [B, Hkv] int32
     scales_ptr,  # [B, Hkv, NB, 2] fp32
     tail_ptr,  # [B, Hkv, 2, 64, D / 4] int32
     tail_scale_ptr,  # [B, Hkv, 2] fp32
-    seq_lens_ptr,  # [B] int32
+    seq_lens_ptr,  # [B ROWS] int32; those of a request's rows are in the same block of 64
     # [B, Hkv * HEADS_PER_KV, D], or with an epoch [SPEC_PARTS, ...] LL packets; may be the paired rank's memory
     spec_out_ptr,
     spec_lse_ptr,  # [SPEC_PARTS, B, Hkv * HEADS_PER_KV] LL packets; None with one part
@@ -232,18 +236,19 @@ def quantised_decode_kernel(
     lse_partial_ptr,  # [G + (1 + SPEC_PARTS) B Hkv, HEADS_PER_KV] fp32
     gate_ptr,  # [1] int32 or None
     recalled_ptr,  # [B, Hkv, RECALL] int32, blocks in ascending order, then -1; or None
-    block_lse_ptr,  # [B, Hkv, NB of its own, 4, HEADS_PER_KV] fp32: log2 of the weights of each block; or None
+    block_lse_ptr,  # [B GROUPS, Hkv, NB of its own, 4, HEADS_PER_KV] fp32: log2 of the weights of each block; or None
     sliding_window,  # newest tokens that each row attends to; None: all
     num_blocks,  # NB
     num_recall_blocks,  # NB of block_lse
     qk_scale,  # sm_scale log2(e)
     chunk_blocks,  # S / 64
     FORMAT: tl.constexpr,  # of the records
-    HEADS_PER_KV: tl.constexpr,
+    HEADS_PER_KV: tl.constexpr,  # columns of an output, see `query_row`
     D: tl.constexpr,
     HKV: tl.constexpr,
-    ROWS: tl.constexpr,  # of each request: B counts all rows, and the cache has B / ROWS requests
-    OUTPUTS: tl.constexpr,  # B HKV
+    ROWS: tl.constexpr,  # of each request
+    TOGETHER: tl.constexpr,  # rows of an output; GROUPS = ROWS / TOGETHER, rounded up
+    OUTPUTS: tl.constexpr,  # B GROUPS HKV
     SCHEDULES: tl.constexpr,  # 1 for all outputs, or one for each
     OUTPUTS_PAD: tl.constexpr,  # of one schedule
     PROGRAMS: tl.constexpr,
@@ -265,7 +270,8 @@ def quantised_decode_kernel(
     first_output, program = program_in_schedule(PROGRAMS, PER_SM, SCHEDULES)
     outputs = tl.arange(0, OUTPUTS_PAD)
     output_mask = outputs < OUTPUTS // SCHEDULES
-    heads = _cache_head(first_output + outputs, HKV, ROWS)
+    GROUPS: tl.constexpr = (ROWS + TOGETHER - 1) // TOGETHER
+    heads = _cache_head(first_output + outputs, HKV, GROUPS)
     bits = tl.load(bits_ptr + heads, mask=output_mask, other=4)
     # In units of 16 bytes: these fit 32 bits, so `pick` needs one reduction instruction.
     offsets = (tl.load(offset_ptr + heads, mask=output_mask, other=0) // 4).to(tl.int32)
@@ -273,7 +279,8 @@ def quantised_decode_kernel(
     PREFETCH_TILE: tl.constexpr = READ_LENGTHS_EARLY and not SPEC and gate_ptr is None
     if PDL and not READ_LENGTHS_EARLY:
         start_after(False)
-    seq_lens = tl.load(seq_lens_ptr + outputs // HKV, mask=output_mask, other=0)
+    last_rows = request_row(outputs // HKV, TOGETHER - 1, ROWS, TOGETHER)
+    seq_lens = tl.load(seq_lens_ptr + last_rows, mask=output_mask, other=0)
     if PDL and READ_LENGTHS_EARLY:
         start_after(PREFETCH_TILE)
     if gate_ptr is not None:
@@ -338,7 +345,7 @@ def quantised_decode_kernel(
         if block_lse_ptr is not None:
             block_lse = block_lse_ptr + output.to(tl.int64) * num_recall_blocks * (4 * HEADS_PER_KV), not is_spec
         first, count = blocks[0], blocks[3]
-        head = _cache_head(output, HKV, ROWS)
+        head = _cache_head(output, HKV, GROUPS)
         tail = tail_ptr + head.to(tl.int64) * (2 * TOKENS * D // 4)
         scales = scales_ptr + head.to(tl.int64) * num_blocks * 2
         if PDL:
@@ -347,15 +354,16 @@ def quantised_decode_kernel(
                 prefetch(tail, 2 * TOKENS * D)
             prefetch(scales + first * 2, (tl.where(count > 0, blocks[1], 0) * 8 + 15) // 16 * 16)
         # Copy q before the records, if the previous kernel has already written it.
+        source = query_source(q_ptr, output, HKV, HEADS_PER_KV, D, ROWS, TOGETHER)
         if BULK_Q and not PREFETCH_TILE:
-            copy_query(buffers, q_ptr, output, count > 0, HEADS_PER_KV, HEADS, WARPS, D)
+            copy_query(buffers, source, count > 0, HEADS_PER_KV, HEADS, TOGETHER, WARPS, D)
         if BULK:
             copy_side(buffers, records, 0, blocks, width, count > 0, (), FORMAT, False, WARPS, D)
             copy_side(buffers, records, 0, blocks, width, count > 0, (), FORMAT, True, WARPS, D)
         if PREFETCH_TILE:
             gdc_wait()
             if BULK_Q:
-                copy_query(buffers, q_ptr, output, count > 0, HEADS_PER_KV, HEADS, WARPS, D)
+                copy_query(buffers, source, count > 0, HEADS_PER_KV, HEADS, TOGETHER, WARPS, D)
 
         # 3. Attention over the tail and the records.
         # The cutoff depends on this request's length now, not on the cache's capacity or the length at capture.
@@ -364,10 +372,13 @@ def quantised_decode_kernel(
         tail_tokens = (seq_len - full * TOKENS,)
         if sliding_window is not None:
             tail_tokens = tail_tokens[0], first_visible - full * TOKENS
+        row_lens = None
+        if TOGETHER > 1:
+            row_lens = seq_lens_ptr + request_row(output // HKV, 0, ROWS, TOGETHER), full * TOKENS
         o, lse, parity, query_parity = _attend_item(
-            buffers, parity, query_parity, q_ptr, output, qk_scale, records, width, scales, blocks, block_lse, tail,
-            tail_scale, has_tail, tail_tokens, first_visible, cutoff, FORMAT, HEADS_PER_KV, HEADS, WARPS, D, SAS, BULK,
-            BULK_Q,
+            buffers, parity, query_parity, source, qk_scale, records, width, scales, blocks, block_lse, tail,
+            tail_scale, has_tail, tail_tokens, row_lens, first_visible, cutoff, FORMAT, HEADS_PER_KV, HEADS, TOGETHER,
+            WARPS, D, SAS, BULK, BULK_Q,
         )  # fmt: skip
 
         # 4. Write the partial; send A~ to its receiver as well.
@@ -392,13 +403,14 @@ def partials_to_combine(
     seq_lens_ptr, output, chunk_blocks, HKV: tl.constexpr, OUTPUTS: tl.constexpr, SCHEDULES: tl.constexpr,
     OUTPUTS_PAD: tl.constexpr, PROGRAMS: tl.constexpr, WARPS: tl.constexpr, SPEC: tl.constexpr,
     SPEC_PARTS: tl.constexpr, PHASE: tl.constexpr, RECALL: tl.constexpr = 0, RECALL_PARTS: tl.constexpr = 0,
-    sliding_window=None,
+    sliding_window=None, ROWS: tl.constexpr = 1, TOGETHER: tl.constexpr = 1,
 ):  # fmt: skip
     """Return the first partial of an output's rest, their number, and the number of parts of its `A~`."""
     local_output = output % (OUTPUTS // SCHEDULES)
     outputs = tl.arange(0, OUTPUTS_PAD)
     output_mask = outputs < OUTPUTS // SCHEDULES
-    seq_lens = tl.load(seq_lens_ptr + outputs // HKV, mask=output_mask, other=0)
+    last_rows = request_row(outputs // HKV, TOGETHER - 1, ROWS, TOGETHER)
+    seq_lens = tl.load(seq_lens_ptr + last_rows, mask=output_mask, other=0)
     rest_tiles, _, row_starts, _, parts, used, total = build_schedule(
         seq_lens, output_mask, chunk_blocks, OUTPUTS // SCHEDULES, PROGRAMS // SCHEDULES, WARPS, SPEC, SPEC_PARTS,
         PHASE, RECALL, RECALL_PARTS, sliding_window,
@@ -413,7 +425,7 @@ def partials_to_combine(
 
 @triton.jit(do_not_specialize=["chunk_blocks", "sliding_window"])
 def quantised_combine_kernel(
-    seq_lens_ptr,  # [B] int32
+    seq_lens_ptr,  # [B ROWS] int32
     o_partial_ptr,  # [G + (1 + SPEC_PARTS) B Hkv, HEADS_PER_KV, D] fp32, of `quantised_decode_kernel`
     lse_partial_ptr,  # [G + (1 + SPEC_PARTS) B Hkv, HEADS_PER_KV] fp32
     out_ptr,  # [B, Hkv * HEADS_PER_KV, D]
@@ -425,7 +437,9 @@ def quantised_combine_kernel(
     HEADS_PER_KV: tl.constexpr,
     D: tl.constexpr,
     HKV: tl.constexpr,
-    OUTPUTS: tl.constexpr,  # B HKV
+    ROWS: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    OUTPUTS: tl.constexpr,  # B GROUPS HKV
     SCHEDULES: tl.constexpr,
     OUTPUTS_PAD: tl.constexpr,
     PROGRAMS: tl.constexpr,  # programs of the attention kernel
@@ -440,11 +454,11 @@ def quantised_combine_kernel(
     PHASE: tl.constexpr,  # phase of the attention kernel; PREDICTOR: combine the parts of A~
     PDL: tl.constexpr,
 ):
-    """Combine the partials of the attention kernel. Grid [B Hkv HEADS_PER_KV SLICES]."""
+    """Combine the partials of the attention kernel. Grid [B GROUPS Hkv HEADS_PER_KV SLICES]."""
     if PDL:
         gdc_launch_dependents()
-    row, slice_index = tl.program_id(0) // SLICES, tl.program_id(0) % SLICES
-    output, head = row // HEADS_PER_KV, row % HEADS_PER_KV
+    column, slice_index = tl.program_id(0) // SLICES, tl.program_id(0) % SLICES
+    output, head = column // HEADS_PER_KV, column % HEADS_PER_KV
     partial, runs, parts = partials_to_combine(
         seq_lens_ptr,
         output,
@@ -461,6 +475,8 @@ def quantised_combine_kernel(
         RECALL,
         RECALL_PARTS,
         sliding_window,
+        ROWS,
+        TOGETHER,
     )
     if PHASE == PREDICTOR:
         runs = runs * 0
@@ -469,6 +485,7 @@ def quantised_combine_kernel(
     if gate_ptr is not None:
         if tl.load(gate_ptr) == 0:
             return
+    row = query_row(output, head, HKV, HEADS_PER_KV, ROWS, TOGETHER)
     combine_output(
         o_partial_ptr, lse_partial_ptr, partial, runs, PROGRAMS + OUTPUTS + output * (SPEC_PARTS + RECALL_PARTS),
         parts, row, head, slice_index, out_ptr, lse_ptr, sums_ptr, HEADS_PER_KV, D, D, SLICE, SLICES, ROUND, SPEC,

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from alspec.kernels.attention.decode_quantised.query import query_source
 from alspec.kernels.attention.decode_quantised.record_loads import init_buffers, load_scales, side_pointer
 from alspec.kernels.attention.decode_quantised.sides import prepare_query, read_keys, scale_query, scores
 from alspec.kernels.attention.decode_quantised.tail_attention import COLUMNS
@@ -61,7 +62,8 @@ def _scores_kernel(
     HEADS: tl.constexpr = COLUMNS // 2 if HEADS_PER_KV <= COLUMNS // 2 else COLUMNS
     block, output = tl.program_id(0), tl.program_id(1)
     buffers = init_buffers(1, D, False)
-    query = prepare_query(q_ptr, output, buffers, 0, FORMAT, HEADS_PER_KV, HEADS, 1, D, False)
+    source = query_source(q_ptr, output, 1, HEADS_PER_KV, D, 1, 1)
+    query = prepare_query(source, buffers, 0, FORMAT, HEADS_PER_KV, HEADS, 1, 1, D, False)
     records = records_ptr + tl.load(offset_ptr + output)
     scales = scales_ptr + output.to(tl.int64) * num_blocks * 2
     out = out_ptr + output.to(tl.int64) * HEADS_PER_KV * head_stride + block * TOKENS

@@ -14,11 +14,22 @@ import struct
 import triton
 import triton.language as tl
 
+from alspec.kernels.attention.decode.tile_schedule import query_row
 from alspec.kernels.attention.decode_quantised.lanes import reduce_rows
 from alspec.kernels.attention.decode_quantised.record_loads import QUERY_BARRIER, head_stride, query_barrier
 from alspec.kernels.common.device import INTERPRETED, inverse_of_sum
 
-__all__ = ["MAGIC", "MAGIC_BITS", "ULP", "await_query", "copy_query", "load_query_head", "relative_to_max"]
+__all__ = [
+    "MAGIC",
+    "MAGIC_BITS",
+    "ULP",
+    "await_query",
+    "copy_query",
+    "head_offset",
+    "load_query_head",
+    "query_source",
+    "relative_to_max",
+]
 
 # n ULP + MAGIC has the nearest integer n + 128 in its lowest bits: the second byte is h, the first is l + 128.
 ULP = tl.constexpr(2.0**-40)
@@ -26,42 +37,75 @@ MAGIC = tl.constexpr((1.5 * 2.0**23 + 128) * ULP.value)
 MAGIC_BITS = tl.constexpr(struct.unpack("<i", struct.pack("<f", MAGIC.value))[0])
 
 
+@triton.jit
+def query_source(
+    q_ptr, output, HKV: tl.constexpr, HEADS_PER_KV: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
+    TOGETHER: tl.constexpr,
+):  # fmt: skip
+    """Where the query heads of an output are, see `head_offset`.
+
+    Returns:
+        The pointer of the first one. With TOGETHER > 1 also: values from a row to the next, and index of the last row.
+    """
+    first = q_ptr + query_row(output, 0, HKV, HEADS_PER_KV, ROWS, TOGETHER).to(tl.int64) * D
+    if TOGETHER == 1:
+        source = (first,)
+    else:
+        GROUPS: tl.constexpr = (ROWS + TOGETHER - 1) // TOGETHER
+        rows = tl.minimum(ROWS - output // HKV % GROUPS * TOGETHER, TOGETHER)
+        source = (first, HKV * (HEADS_PER_KV // TOGETHER) * D, rows - 1)
+    return source
+
+
+@triton.jit
+def head_offset(column, source, HEADS_PER_KV: tl.constexpr, TOGETHER: tl.constexpr, D: tl.constexpr):
+    """Where q of a column begins behind the pointer of `query_source`."""
+    if TOGETHER == 1:
+        offset = column * D
+    else:
+        HEADS: tl.constexpr = HEADS_PER_KV // TOGETHER
+        offset = tl.minimum(column // HEADS, source[2]) * source[1] + column % HEADS * D
+    return offset
+
+
 @triton.constexpr_function
-def _copy_assembly(rows, head_dim, stride):
-    """Assembly of the bulk copies of q. $1: barrier, q follows behind.  $2: source.  $3: whether to copy."""
+def _copy_assembly(heads, rows, head_dim, stride):
+    """Assembly of the bulk copies of q. $1: barrier, q follows behind.  $2: whether to copy.  $3 and up: rows."""
     size = 2 * head_dim
     copies = " ".join(
         [
             "@first cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
-            f" [$1+{QUERY_BARRIER.value + row * stride}], [$2+{row * size}], {size}, [$1];"
+            f" [$1+{QUERY_BARRIER.value + (row * heads + head) * stride}], [${3 + row}+{head * size}], {size}, [$1];"
             for row in range(rows)
+            for head in range(heads)
         ]
     )
     return (
-        "{ .reg .pred first, goes; .reg .b64 state; setp.ne.u32 goes, $3, 0;"
+        "{ .reg .pred first, goes; .reg .b64 state; setp.ne.u32 goes, $2, 0;"
         " bar.warp.sync -1; elect.sync _|first, -1; and.pred first, first, goes;"
-        f" @first mbarrier.arrive.expect_tx.shared.b64 state, [$1], {rows * size}; {copies} mov.u32 $0, 0; }}"
+        f" @first mbarrier.arrive.expect_tx.shared.b64 state, [$1], {rows * heads * size}; {copies} mov.u32 $0, 0; }}"
     )
 
 
 @triton.jit
 def copy_query(
-    buffers, q_ptr, output, enabled, HEADS_PER_KV: tl.constexpr, HEADS: tl.constexpr, W: tl.constexpr, D: tl.constexpr
-):
+    buffers, source, enabled, HEADS_PER_KV: tl.constexpr, HEADS: tl.constexpr, TOGETHER: tl.constexpr, W: tl.constexpr,
+    D: tl.constexpr,
+):  # fmt: skip
     """Issue the bulk copies of an output's query heads, 16-bit values, by one lane of the first warp.
 
-    enabled: whether to copy; each copy must be awaited by `await_query`.
+    source: of `query_source`.  enabled: whether to copy; each copy must be awaited by `await_query`.
     """
     warps, lanes = tl.arange(0, W)[:, None], tl.arange(0, 32)[None, :]
     zeros = warps * 0 + lanes * 0
-    first = (q_ptr + output.to(tl.int64) * (HEADS_PER_KV * D)).to(tl.int64)
+    OWN: tl.constexpr = HEADS_PER_KV // TOGETHER
+    rows = ()
+    for row in tl.static_range(TOGETHER):
+        first = source[0] + head_offset(row * OWN, source, HEADS_PER_KV, TOGETHER, D)
+        rows = rows + (first.to(tl.int64) + zeros,)  # noqa: RUF005 (Triton has no *)
     tl.inline_asm_elementwise(
-        _copy_assembly(HEADS_PER_KV, D, head_stride(D, HEADS)), "=r,r,l,r",
-        [
-            query_barrier(buffers, W, D) + zeros,
-            first + zeros,
-            (enabled & (warps == 0)).to(tl.int32) + zeros,
-        ],
+        _copy_assembly(OWN, TOGETHER, D, head_stride(D, HEADS)), "=r,r,r" + ",l" * TOGETHER,
+        (query_barrier(buffers, W, D) + zeros, (enabled & (warps == 0)).to(tl.int32) + zeros) + rows,  # noqa: RUF005
         dtype=tl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
@@ -150,9 +194,10 @@ def _load(q_ptr, offsets):
 
 @triton.jit
 def _query_from_global(
-    q_ptr, output, c: tl.constexpr, HEADS_PER_KV: tl.constexpr, HEADS: tl.constexpr, W: tl.constexpr, D: tl.constexpr
-):
-    """Load q of a lane's head c.
+    source, c: tl.constexpr, HEADS_PER_KV: tl.constexpr, HEADS: tl.constexpr, TOGETHER: tl.constexpr, W: tl.constexpr,
+    D: tl.constexpr,
+):  # fmt: skip
+    """Load q of a lane's head c; source: of `query_source`.
 
     Returns:
         values: D / 8, of channels 8 n + g.
@@ -160,26 +205,28 @@ def _query_from_global(
     """
     lane = tl.arange(0, 32)[None, :] + tl.zeros([W, 32], tl.int32)
     g = lane // 4
-    head = output * HEADS_PER_KV + tl.minimum(lane % 4 * (HEADS // 4) + c, HEADS_PER_KV - 1)
+    head = tl.minimum(lane % 4 * (HEADS // 4) + c, HEADS_PER_KV - 1)
+    first = head_offset(head, source, HEADS_PER_KV, TOGETHER, D)
     values, pairs = (), ()
     for n in tl.static_range(D // 8):
-        values = values + (_load(q_ptr, head * D + (g + 8 * n)),)  # noqa: RUF005
-    offsets = head * D + (g % 2 * 8 + g // 2 * 2)
+        values = values + (_load(source[0], first + (g + 8 * n)),)  # noqa: RUF005
+    offsets = first + (g % 2 * 8 + g // 2 * 2)
     for tile in tl.static_range(D // 16):
-        pairs = pairs + ((_load(q_ptr, offsets + 16 * tile), _load(q_ptr, offsets + (16 * tile + 1))),)  # noqa: RUF005
+        pair = _load(source[0], offsets + 16 * tile), _load(source[0], offsets + (16 * tile + 1))
+        pairs = pairs + (pair,)  # noqa: RUF005
     return values, pairs
 
 
 @triton.jit
 def load_query_head(
-    q_ptr, output, q_address, c: tl.constexpr, HEADS_PER_KV: tl.constexpr, HEADS: tl.constexpr, W: tl.constexpr,
-    D: tl.constexpr, BULK_Q: tl.constexpr,
+    source, q_address, c: tl.constexpr, HEADS_PER_KV: tl.constexpr, HEADS: tl.constexpr, TOGETHER: tl.constexpr,
+    W: tl.constexpr, D: tl.constexpr, BULK_Q: tl.constexpr,
 ):  # fmt: skip
     """Load q of a lane's head c, as `_query_from_global`; q_address: of `await_query`, with BULK_Q."""
     if BULK_Q:
-        loaded = _query_from_shared(q_address, c, q_ptr.dtype.element_ty, HEADS_PER_KV, HEADS, W, D)
+        loaded = _query_from_shared(q_address, c, source[0].dtype.element_ty, HEADS_PER_KV, HEADS, W, D)
     else:
-        loaded = _query_from_global(q_ptr, output, c, HEADS_PER_KV, HEADS, W, D)
+        loaded = _query_from_global(source, c, HEADS_PER_KV, HEADS, TOGETHER, W, D)
     return loaded
 
 

@@ -26,14 +26,17 @@ __all__ = ["accumulate", "prepare_query", "read_keys", "read_values", "scale_que
 
 @triton.jit
 def prepare_query(
-    q_ptr, output, buffers, parity, FORMAT: tl.constexpr, HEADS_PER_KV: tl.constexpr, HEADS: tl.constexpr,
-    W: tl.constexpr, D: tl.constexpr, BULK_Q: tl.constexpr,
+    source, buffers, parity, FORMAT: tl.constexpr, HEADS_PER_KV: tl.constexpr, HEADS: tl.constexpr,
+    TOGETHER: tl.constexpr, W: tl.constexpr, D: tl.constexpr, BULK_Q: tl.constexpr,
 ):  # fmt: skip
-    """Load the query heads of an output, as the key codec uses them. BULK_Q: by `copy_query`."""
+    """Load the query heads of an output, as the key codec uses them.
+
+    source: of `query_source`.  BULK_Q: by `copy_query`.
+    """
     if side_method(FORMAT, False) == "flashq":
-        query = prepare_flashq_query(q_ptr, output, buffers, parity, HEADS_PER_KV, HEADS, W, D, BULK_Q)
+        query = prepare_flashq_query(source, buffers, parity, HEADS_PER_KV, HEADS, TOGETHER, W, D, BULK_Q)
     else:
-        query = prepare_rotated_query(q_ptr, output, buffers, parity, HEADS_PER_KV, HEADS, W, D, BULK_Q)
+        query = prepare_rotated_query(source, buffers, parity, HEADS_PER_KV, HEADS, TOGETHER, W, D, BULK_Q)
     return query
 
 

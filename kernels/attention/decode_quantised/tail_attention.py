@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from alspec.kernels.attention.decode_quantised.lanes import FLIP_SIGNS, heads_to_lanes, to_lane_state
+from alspec.kernels.attention.decode_quantised.query import head_offset
 from alspec.kernels.attention.sas_exp2 import sas_exp2
 from alspec.kernels.common.device import INTERPRETED
 from alspec.kernels.kv_codec.flashq.record import TOKENS
@@ -115,18 +116,19 @@ def _columns_to_heads(x, HEADS: tl.constexpr):
 
 
 @triton.jit
-def _load_query_fp16(q_ptr, output, HEADS_PER_KV: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr):
+def _load_query_fp16(source, HEADS_PER_KV: tl.constexpr, HEADS: tl.constexpr, TOGETHER: tl.constexpr, D: tl.constexpr):
     """Load the query heads of an output, scaled for fp16: the largest |q| 2^e of a head is in [2^14, 2^15).
 
-    The factor is a power of two, so that bf16 values stay exact.
+    The factor is a power of two, so that bf16 values stay exact. source: of `query_source`.
 
     Returns:
         even, odd: [D / 2, COLUMNS], q 2^e of even and odd channels, fp16 values in fp32.
         inverse: [HEADS], 2^-e.
     """
     # Columns past the last head repeat the last head.
-    heads = output * HEADS_PER_KV + tl.minimum(tl.arange(0, COLUMNS) // (COLUMNS // HEADS), HEADS_PER_KV - 1)
-    q = tl.load(q_ptr + heads[None, :] * D + tl.arange(0, D)[:, None]).to(tl.float32)
+    heads = tl.minimum(tl.arange(0, COLUMNS) // (COLUMNS // HEADS), HEADS_PER_KV - 1)
+    offsets = head_offset(heads, source, HEADS_PER_KV, TOGETHER, D)
+    q = tl.load(source[0] + offsets[None, :] + tl.arange(0, D)[:, None]).to(tl.float32)
     exponent = tl.maximum(tl.max(tl.abs(q), 0).to(tl.int32, bitcast=True) >> 23, 32)
     q *= ((268 - exponent) << 23).to(tl.float32, bitcast=True)[None, :]
     q = q.to(tl.float16).to(tl.float32)
@@ -147,15 +149,16 @@ def _group_by_warp(x, W: tl.constexpr):
 
 @triton.jit
 def attend_tail(
-    q_ptr,
-    output,
+    source,  # of `query_source`
     qk_scale,  # sm_scale log2(e)
     tail_ptr,  # [2, 64, D] int8 of this output, as int32
     scale_ptr,  # [2] fp32
     tokens,  # (end,) or (end, first): tokens [first, end) of the tail are read
+    row_lens,  # with TOGETHER > 1, instead: pointer of the lengths of the output's rows; tokens in front of the tail
     cutoff,  # of SAS weights
     HEADS_PER_KV: tl.constexpr,
     HEADS: tl.constexpr,
+    TOGETHER: tl.constexpr,
     W: tl.constexpr,
     D: tl.constexpr,
     SAS: tl.constexpr,
@@ -186,7 +189,7 @@ def attend_tail(
     v_words = _group_by_warp(tl.load(tail_ptr + TOKENS * D // 4 + offsets), W)
     k_scale, v_scale = tl.load(scale_ptr), tl.load(scale_ptr + 1)
     # q is loaded after these loads were issued, so that all are in flight together.
-    even, odd, inverse = _load_query_fp16(q_ptr, output, HEADS_PER_KV, HEADS, D)
+    even, odd, inverse = _load_query_fp16(source, HEADS_PER_KV, HEADS, TOGETHER, D)
     k = _unpack_bytes_fp16(k_words ^ FLIP_SIGNS)
     k = tl.reshape(k, [W, T // 16, 2, D // 64, 8, 4, 4, 2, 2])
     k = tl.reshape(tl.permute(k, (0, 1, 2, 4, 3, 6, 5, 7, 8)), [W, T, D])
@@ -197,10 +200,15 @@ def attend_tail(
     s = _columns_to_heads(tl.dot(k, q, unbias), HEADS)
     unit = k_scale * (inverse * qk_scale) * (1.0 / ULP)
     index = tl.arange(0, W)[:, None] * T + tl.arange(0, T)[None, :]
-    valid = index < tokens[0]
-    if len(tokens) > 1:
-        valid &= index >= tokens[1]
-    valid = valid[:, :, None]
+    if TOGETHER > 1:
+        rows = tl.minimum(tl.arange(0, HEADS) // (HEADS_PER_KV // TOGETHER), source[2])
+        ends = tl.load(row_lens[0] + rows) - row_lens[1]
+        valid = index[:, :, None] < ends[None, None, :]
+    else:
+        valid = index < tokens[0]
+        if len(tokens) > 1:
+            valid &= index >= tokens[1]
+        valid = valid[:, :, None]
     s = tl.where(valid, s * unit[None, None, :], EMPTY_MAX)
     row_max = tl.max(s, 1)
     x = s - row_max[:, None, :]

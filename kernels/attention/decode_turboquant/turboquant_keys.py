@@ -88,8 +88,8 @@ def _rotate(values, W: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def prepare_rotated_query(
-    q_ptr, output, buffers, parity, HEADS_PER_KV: tl.constexpr, HEADS: tl.constexpr, W: tl.constexpr, D: tl.constexpr,
-    BULK_Q: tl.constexpr,
+    source, buffers, parity, HEADS_PER_KV: tl.constexpr, HEADS: tl.constexpr, TOGETHER: tl.constexpr, W: tl.constexpr,
+    D: tl.constexpr, BULK_Q: tl.constexpr,
 ):  # fmt: skip
     """Load the query heads of an output in lanes, rotated, as 16-bit integers relative to the largest |q| of each head.
 
@@ -105,7 +105,7 @@ def prepare_rotated_query(
         q_address = await_query(buffers, parity, W, D)
     q_max, integers, excess = (), (), ()
     for c in tl.static_range(C):
-        values, _ = load_query_head(q_ptr, output, q_address, c, HEADS_PER_KV, HEADS, W, D, BULK_Q)
+        values, _ = load_query_head(source, q_address, c, HEADS_PER_KV, HEADS, TOGETHER, W, D, BULK_Q)
         x = _rotate(values, W, D)
         head_max, factor = relative_to_max(x, D)
         q_max = q_max + (head_max,)  # noqa: RUF005

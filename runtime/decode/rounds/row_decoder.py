@@ -12,7 +12,7 @@ from torch import Tensor
 
 from alspec.kernels.attention.decode.combine import num_sums
 from alspec.kernels.attention.decode.lean_decode import SpecOutput
-from alspec.kernels.attention.dispatch import KVLayer, attend, attend_rows
+from alspec.kernels.attention.dispatch import attend, attend_rows, rows_together
 from alspec.kernels.attention.recall import RecallState, launch_choice
 from alspec.kernels.rounds.round_state import RoundRowBuffers, RoundState
 from alspec.runtime.decode.decoder import Decoder
@@ -34,10 +34,10 @@ class RowDecoder(Decoder):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.recall is not None:
-            num_layers, weights = self.recall.block_lse.shape[0], self.recall.block_lse[0].numel()
-            device, rows = self.buffers.lse.device, self.rows
-            self._weights = torch.full((num_layers, rows * weights), float("-inf"), device=device)
-            self._lse = torch.zeros(num_layers, *self.buffers.lse.shape, device=device)
+            # Weights of blocks, of neighbouring layers with the same groups of rows.
+            self._weights = [(layers, self._new_weights(layers)) for layers in self._alike_layers()]
+            self._weights_of = [weights for _, stacked in self._weights for weights in stacked]
+            self._lse = torch.zeros(len(self.cache.layers), *self.buffers.lse.shape, device=self.buffers.lse.device)
 
     @property
     def rows(self) -> int:
@@ -49,7 +49,7 @@ class RowDecoder(Decoder):
         buffers, cache, rows = self.buffers, self.cache, self.round_rows
         lse, block_lse = buffers.lse, None
         if self.recall is not None:
-            lse, block_lse = self._lse[layer], self._block_lse(slice(layer, layer + 1))[0]
+            lse, block_lse = self._lse[layer], self._weights_of[layer]
         # With several rows, the first tile may hold tokens that the projection before is still writing.
         attend_rows(
             buffers.q, cache.layers[layer], rows.row_lens, rows.last_lens, cache.sm_scale, cache.workspace(layer),
@@ -65,30 +65,31 @@ class RowDecoder(Decoder):
         self.kv_cache.compact(state.committed)
         if self.recall is None:
             return
-        for layers in self._alike_layers():
+        for layers, weights in self._weights:
             launch_choice(
-                self._block_lse(layers), self._lse[layers], state.committed, self.chunk_size, self.recall.lists[layers],
-                chosen_rows=state.accepted, rows=self.rows, is_apart=self._is_quantised(layers.start),
+                weights, self._lse[layers], state.committed, self.chunk_size, self.recall.lists[layers],
+                chosen_rows=state.accepted, rows=self.rows, together=self._groups(layers.start)[1],
                 windows=None if self.recall.windows is None else self.recall.windows[layers],
             )  # fmt: skip
 
-    def _is_quantised(self, layer: int) -> bool:
-        return not isinstance(self.cache.layers[layer], KVLayer)
+    def _groups(self, layer: int) -> tuple[int, int]:
+        """Groups of a request's rows in attention over a layer, and the rows of each, see `rows_together`."""
+        together = rows_together(self.cache.layers[layer], self.buffers.q.shape[1], self.rows)
+        return -(-self.rows // together), together
 
     def _alike_layers(self) -> list[slice]:
-        """Ranges of neighbouring layers of one kind."""
+        """Ranges of neighbouring layers with the same groups of rows."""
         count = len(self.cache.layers)
-        changes = [i for i in range(1, count) if self._is_quantised(i) != self._is_quantised(i - 1)]
+        changes = [i for i in range(1, count) if self._groups(i) != self._groups(i - 1)]
         return [slice(*ends) for ends in zip([0, *changes], [*changes, count], strict=True)]
 
-    def _block_lse(self, layers: slice) -> Tensor:
-        """Weights of blocks of layers of one kind, with the rows where `attend_rows` has them."""
+    def _new_weights(self, layers: slice) -> Tensor:
+        """Room for the weights of blocks as `attend_rows` writes them, of layers with the same groups of rows."""
         assert self.recall is not None
-        batch_size, heads, num_blocks, parts, columns = self.recall.block_lse.shape[1:]
-        weights = self._weights[layers]
-        if self._is_quantised(layers.start):
-            return weights.view(len(weights), batch_size * self.rows, heads, num_blocks, parts, columns)
-        return weights.view(len(weights), batch_size, heads, num_blocks, parts, self.rows * columns)
+        groups, together = self._groups(layers.start)
+        batch_size, *shape, columns = self.recall.block_lse.shape[1:]
+        shape = [layers.stop - layers.start, batch_size * groups, *shape, together * columns]
+        return torch.full(shape, float("-inf"), device=self.buffers.lse.device)
 
 
 @dataclass

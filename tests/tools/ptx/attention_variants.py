@@ -86,7 +86,7 @@ def choose_lists(capability: int, heads_per_kv: int, recall: int, num_blocks: in
     """The kernel that chooses recall lists, for a pair."""
     constants: dict[str, Any] = {
         "HKV": 8, "HEADS": heads_per_kv, "HEADS_PAD": triton.next_power_of_2(heads_per_kv), "RECALL": recall,
-        "RECALL_PAD": triton.next_power_of_2(recall), "BLOCKS_PAD": num_blocks, "ROWS": 1, "APART": False,
+        "RECALL_PAD": triton.next_power_of_2(recall), "BLOCKS_PAD": num_blocks, "ROWS": 1, "TOGETHER": 1,
         "chosen_rows_ptr": None,
     }  # fmt: skip
     if not window:
@@ -160,13 +160,16 @@ def _lean_constants(
 def flashq(
     capability: int, heads_per_kv: int, head_dim: int, batch_size: int, spec: bool, sas: bool = False,
     spec_parts: int = 1, format: str = "flashq", recall: int = 0, rows: int = 1, window: bool = False,
+    masses: bool = False,
 ) -> Variant:  # fmt: skip
-    """The attention kernel as `quantised_decode_attention` launches it."""
+    """The attention kernel as `quantised_decode_attention` launches it. masses: it writes the weights of blocks."""
     settings = quantised_decode.GPU_SETTINGS
-    constants = _flashq_constants(capability, heads_per_kv, head_dim, batch_size * rows, spec, spec_parts) | {
-        "ROWS": rows, "FORMAT": format, "PER_SM": settings.per_sm, "SAS": sas, "gate_ptr": None,
+    constants = _flashq_constants(capability, heads_per_kv, head_dim, batch_size, spec, spec_parts, rows, window) | {
+        "FORMAT": format, "PER_SM": settings.per_sm, "SAS": sas, "gate_ptr": None,
         "READ_LENGTHS_EARLY": capability >= 90, "BULK": capability >= 90, **recalling(recall, is_lean=False),
     }  # fmt: skip
+    if masses:
+        del constants["block_lse_ptr"]
     if not window:
         constants["sliding_window"] = None
     if not spec:
@@ -182,10 +185,10 @@ def flashq(
 
 def flashq_combine(
     capability: int, heads_per_kv: int, head_dim: int, batch_size: int, spec: bool, spec_parts: int = 1,
-    recall: int = 0, window: bool = False,
+    recall: int = 0, window: bool = False, rows: int = 1,
 ) -> Any:  # fmt: skip
     """The kernel that combines the partials of `flashq`."""
-    constants = _flashq_constants(capability, heads_per_kv, head_dim, batch_size, spec, spec_parts)
+    constants = _flashq_constants(capability, heads_per_kv, head_dim, batch_size, spec, spec_parts, rows, window)
     constants |= recall_constants(recall, False)
     programs = 132 * quantised_decode.GPU_SETTINGS.per_sm
     width, slices, at_once = combine.combine_sizes(batch_size, 8 * heads_per_kv, head_dim, programs // (8 * batch_size))
@@ -206,12 +209,15 @@ def flashq_combine(
 
 
 def _flashq_constants(
-    capability: int, heads_per_kv: int, head_dim: int, batch_size: int, spec: bool, spec_parts: int
-) -> dict[str, Any]:
+    capability: int, heads_per_kv: int, head_dim: int, batch_size: int, spec: bool, spec_parts: int, rows: int,
+    window: bool,
+) -> dict[str, Any]:  # fmt: skip
     settings = quantised_decode.GPU_SETTINGS
+    together = 1 if window else quantised_decode.most_rows_together(heads_per_kv, rows)
+    groups = batch_size * -(-rows // together)
     return {
-        "HEADS_PER_KV": heads_per_kv, "D": head_dim,
-        **quantised_decode.schedule_sizes(batch_size, 8, 132 * settings.per_sm), "WARPS": settings.num_warps,
+        "HEADS_PER_KV": together * heads_per_kv, "D": head_dim, "ROWS": rows, "TOGETHER": together,
+        **quantised_decode.schedule_sizes(groups, 8, 132 * settings.per_sm), "WARPS": settings.num_warps,
         "SPEC": spec, "SPEC_PARTS": spec_parts, "PHASE": 0, "PDL": capability >= 90,
     }  # fmt: skip
 

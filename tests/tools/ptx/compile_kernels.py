@@ -527,7 +527,12 @@ def _hopper_variants() -> dict[str, Variant]:
     for rows, batch_size in ((2, 1), (5, 1), (16, 1), (4, 4)):
         variants[f"lean, {rows} rows, batch {batch_size}"] = lean(90, 4, 128, batch_size, False, rows=rows)
     variants["lean combine, 5 rows"] = lean_combine(90, 4, 128, 1, False, rows=5)
-    variants["flashq, 5 rows"] = flashq(90, 4, 128, 1, False, rows=5)
+    for rows, heads_per_kv, format in ((5, 4, "flashq"), (2, 4, "flashq"), (7, 2, "flashq"), (5, 4, "turboquant3")):
+        name = f"{format}, {rows} rows of {heads_per_kv}"
+        variants[name] = flashq(90, heads_per_kv, 128, 1, False, format=format, rows=rows)
+        variants[f"{name}, masses"] = flashq(90, heads_per_kv, 128, 1, False, format=format, rows=rows, masses=True)
+    variants["flashq, 5 rows, window"] = flashq(90, 4, 128, 1, False, rows=5, window=True)
+    variants["flashq combine, 5 rows"] = flashq_combine(90, 4, 128, 1, False, rows=5)
     for phase in ("all", "predictor", "rest"):
         variants[f"lean, batch 8, gated, spec, {phase}"] = lean(90, 4, 128, 8, True, True, phase)
     shapes = ((4, 128, 2), (4, 128, 5), (8, 128, 3), (4, 256, 5), (16, 128, 1), (16, 256, 1), (4, 80, 2))
