@@ -68,13 +68,14 @@ def _hits(row: dict[str, Any]) -> str:
     case = row["case"]
     if case["hit_rate"] is None:
         return "no layer speculates"
-    share = f"{case['hit_rate']:.0%} of the layers accept"
-    blocks = case.get("layer_rates", "").removeprefix("hits_recall").removesuffix(".jsonl")
-    return f"{share}, as SmolLM2's with {blocks} recalled blocks" if blocks else share
+    share = f"{case['hit_rate']:.0%} of the layers accept" + (", as SmolLM2's" if "layer_rates" in case else "")
+    return f"{share}, {case['recall_blocks']} recalled blocks" if "recall_blocks" in case else share
 
 
-def pairs_of(rows: list[dict[str, Any]], always: bool) -> dict[float | str, dict[int, dict[str, Any]]]:
-    """The rows of the pair, by hit rate, or by the file with the hit rate of each layer, and by context.
+def pairs_of(
+    rows: list[dict[str, Any]], always: bool
+) -> dict[tuple[float | str, int | None], dict[int, dict[str, Any]]]:
+    """The rows of the pair: by hit rate, or by the file with that of each layer, and recalled blocks; then by context.
 
     always: rows of a pair that always speculates, not of one that pauses. That one may not speculate at all in a short
     context, and then has no hit rate there. Rows of one rate follow each other, from the shortest context on.
@@ -85,9 +86,9 @@ def pairs_of(rows: list[dict[str, Any]], always: bool) -> dict[float | str, dict
             if not groups or row["case"]["context"] <= groups[-1][-1]["case"]["context"]:
                 groups.append([])
             groups[-1].append(row)
-    return {
-        group[-1]["case"].get("layer_rates", group[-1]["case"]["hit_rate"]): {
-            row["case"]["context"]: row for row in group
-        }
-        for group in groups
-    }
+    found = {}
+    for group in groups:
+        case = group[-1]["case"]
+        by_context = {row["case"]["context"]: row for row in group}
+        found[case.get("layer_rates", case["hit_rate"]), case.get("recall_blocks")] = by_context
+    return found

@@ -66,9 +66,9 @@ def link_map(picture: Path, rows: list[Row]) -> None:
     figure.colorbar(shown, label="times as fast as one GPU alone, predicted")
     axes.contour(contexts, shares, gains, levels=[1.0], colors="black")
     alone = alone_of(rows)
-    for rate, found in pairs_of(rows, always=True).items():
+    for (rate, blocks), found in pairs_of(rows, always=True).items():
         for context, row in found.items():
-            if isinstance(rate, float) and rate >= rates[0]:
+            if isinstance(rate, float) and rate >= rates[0] and blocks == 32:
                 place = context, 100 * rate
                 axes.plot(*place, "k.")
                 gain = times_as_fast(alone[context], row)
@@ -77,7 +77,7 @@ def link_map(picture: Path, rows: list[Row]) -> None:
     axes.set_xticks(contexts[::2], [f"{context // 1024}K" for context in contexts[::2]])
     axes.set_xlabel("tokens in the cache")
     axes.set_ylabel("layers that accept, evenly spread, %")
-    axes.set_title("8B shape, bf16, 1 + 1 H200s over TCP; dots: measured (forced)", fontsize=10)
+    axes.set_title("8B shape, bf16, 1 + 1 H200s over TCP; dots: measured (forced), 32 recalled blocks", fontsize=10)
     figure.savefig(picture, dpi=110)
     plt.close(figure)
 

@@ -93,7 +93,7 @@ def speculation_at_a_glance() -> str:
         alone = steps_of_8b(mode="off", world=1) if is_nvlink else alone_of(linked)
         for hit_rate in (0.0, 1.0) if is_nvlink else (0.0, RECALL_HITS, 1.0):
             found = steps_of_8b(mode="paired", world=2, transport="symm", hit_rate=hit_rate)
-            pair = found if is_nvlink else over_tcp[hit_rate]
+            pair = found if is_nvlink else over_tcp[hit_rate, 32]
             cells = []
             for at in PAIR_CONTEXTS:
                 row = pair.get(at)

@@ -18,8 +18,8 @@ def rounds(rows: list[dict[str, Any]]) -> str:
         return ""
     text = (
         "8B shape with random weights over a cache of random numbers: a round with K drafts against a plain step of the"
-        " same cache and context, in one run (K 1 and 2, and four GPUs: of another run). A forced acceptance takes"
-        " drafts whatever they are."
+        " same cache and context, in one run (K 1, 2 and 15 on one GPU, and four GPUs: of another run). A forced"
+        " acceptance takes drafts whatever they are."
     )
     tables = [against_plain(rows), REAL_TEXT, with_texts(rows)]
     return "\n\n".join(["## Rounds with drafts", text, provenance(*rows), *tables])
@@ -29,7 +29,7 @@ def against_plain(rows: list[dict[str, Any]]) -> str:
     """A line for each kind of round and context with forced acceptance; later rows replace earlier ones."""
     plain, found = _plain_and_rounds(rows, is_real=False)
     lines = []
-    for (place, *_, acceptance), row in found.items():
+    for (place, *_, acceptance), row in sorted(found.items(), key=_order):
         step, case = plain[place], row["case"]
         step_ms, round_ms = step["us"]["p50"] / 1e3, row["us"]["p50"] / 1e3
         lines.append(
@@ -42,6 +42,12 @@ def against_plain(rows: list[dict[str, Any]]) -> str:
         )  # fmt: skip
     head = ["GPUs", "drafter", "K", "requests", "weights", "cache", "tokens", "accepted (forced)", "plain step, ms"]
     return table([*head, "round, ms", "tokens a round", "tokens/s"], lines)
+
+
+def _order(item: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[Any, ...]:
+    (place, _, drafter, count, _), row = item
+    weights = place[1]
+    return place[0], row["case"]["batch"], drafter.split(",")[0], weights, drafter, place[2], place[3], count
 
 
 def with_texts(rows: list[dict[str, Any]]) -> str:

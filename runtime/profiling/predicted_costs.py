@@ -6,6 +6,7 @@ import functools
 
 import torch
 
+from alspec.kernels.attention.decode_quantised.quantised_decode import most_rows_together
 from alspec.kernels.linear.decode_weight import packed_bytes
 from alspec.latency_model import LinkCosts, StepCosts, tp_step_us
 from alspec.models.llama import Shard
@@ -43,8 +44,12 @@ SEVERAL_LAYER_US = {None: (13.0, 0.4), "fp8": (4.5, 1.5), "int4": (0.0, 2.0)}
 ROWS_LAYER_US = 4.0
 ROWS_SHARE, ROW_SHARE = 0.09, 0.0145
 ROW_ALL_REDUCE_US = 0.11
-QUANTISED_ROW_SHARE = 0.4  # of attention over a quantised cache, for each row but the first (docs/experiments.md)
-DRAFT_LAYER_US = 6.5  # in each layer of a draft, beyond a step of the draft model; same fit (self, model)
+MANY_ROWS_SHARE = 0.08  # of that time, with more than MANY_ROWS rows
+# Attention of several rows, as shares of the time to read the cache: over a bf16 cache with more than WIDE_COLUMNS rows
+# times query heads of a KV head; over a quantised cache for each group of rows but the first. Same fit, 131072 tokens.
+MANY_ROWS, WIDE_COLUMNS, WIDE_SHARE = 8, 32, 0.95
+GROUP_SHARE = 0.61
+DRAFT_LAYER_US = 6.0  # in each layer of a draft, beyond a step of the draft model; same fit (self, model)
 PAIR_FIXED_US = 14.4  # decode_parts, fixed: 145.8 minus the time of its bytes and FIXED_US
 HANDOVER_US = 5.4  # decode_parts, layer: 109.9 minus the time of its bytes and LAYER_US
 VERDICT_US = 2.2  # decode_parts: sender 123.0 minus attention 120.9
@@ -141,12 +146,16 @@ def rows_us(
     layer_us, further = ROWS_LAYER_US, rows - 1
     if tp_size > 1:
         layer_us += 2 * tp_size * ROW_ALL_REDUCE_US * further * len(seq_lens)
-    attention_us = 0.0
-    if kv_cache != "bf16":
-        cache = sum(read_bytes(kv_cache, config, tp_size, dtype, length, 0) for length in seq_lens)
-        quantised = cache * max(1 - 2 * kv_protect / config.num_layers, 0.0)
-        attention_us = QUANTISED_ROW_SHARE * further * quantised / READ_BYTES_PER_S * 1e6
-    return (ROWS_SHARE + ROW_SHARE * further) * weights_us + config.num_layers * layer_us + attention_us
+    heads, kv_heads = config.local_heads(tp_size)
+    cache = sum(read_bytes(kv_cache, config, tp_size, dtype, length, 0) for length in seq_lens)
+    if kv_cache == "bf16":
+        share = WIDE_SHARE if rows * heads > WIDE_COLUMNS * kv_heads else 0.0
+    else:
+        groups = -(-rows // most_rows_together(heads // kv_heads, rows))
+        share = GROUP_SHARE * (groups - 1) * max(1 - 2 * kv_protect / config.num_layers, 0.0)
+    attention_us = share * cache / READ_BYTES_PER_S * 1e6
+    weights_share = ROWS_SHARE + ROW_SHARE * further + (MANY_ROWS_SHARE if rows > MANY_ROWS else 0.0)
+    return weights_share * weights_us + config.num_layers * layer_us + attention_us
 
 
 def link_costs(

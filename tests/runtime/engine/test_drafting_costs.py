@@ -42,12 +42,10 @@ def option(row: dict[str, Any], flag: str) -> str:
 
 
 PLAIN = {setting_of(row): row["us"]["p50"] for row in ROWS if "draft" not in row["case"]}
-# With 15 drafts at 128K tokens attention takes longer than the estimate, which does not know of columns.
 ROUNDS = {
     (row["case"]["draft"], row["case"]["draft_tokens"], *setting_of(row), option(row, "--draft-weights")): row
     for row in ROWS
     if "draft" in row["case"]
-    and (row["case"]["draft_tokens"], row["case"]["context"]) != (15, 131072)
     and (row["case"]["shape"], row["case"]["draft"]) != ("smollm2", "self")  # its drafts pause
 }  # of repeated rows the last counts
 
