@@ -102,12 +102,12 @@ CacheLayer = KVLayer | QuantisedLayer
 
 
 def layer_kind(layer: CacheLayer) -> tuple[type, bool]:
-    """Layers of one kind have the same workspace and the same groups of rows."""
+    """Layers of one kind have the same workspace and the same bundles of rows."""
     return type(layer), layer.sliding_window is None
 
 
 def rows_together(layer: CacheLayer, num_qo_heads: int, rows: int) -> int:
-    """How many rows of a request `attend_rows` computes together, in one group."""
+    """How many rows of a request `attend_rows` computes together, in one bundle."""
     return quantised_rows_together(layer, num_qo_heads, rows) if isinstance(layer, QuantisedLayer) else rows
 
 
@@ -116,7 +116,7 @@ def attend_workspace(
 ) -> LeanWorkspace:
     """Allocate the scratch memory of `attend` for all SMs but `spare_sms`; for 4 programs in the interpreter.
 
-    Over a quantised cache the groups of rows of a request read the same records. With as many programs for each group
+    Over a quantised cache the bundles of rows of a request read the same records. With as many programs for each bundle
     and KV head, all read a record at about the same time, so that one read from memory serves them; uneven runs drift
     apart.
 
@@ -126,11 +126,13 @@ def attend_workspace(
     is_quantised = isinstance(layer, QuantisedLayer)
     programs = quantised_settings(device).per_sm * sms if is_quantised else sms
     together = rows_together(layer, num_qo_heads, rows)
-    groups = layer.batch_size * -(-rows // together)
+    bundles = layer.batch_size * -(-rows // together)
     if is_quantised and rows > 1:
-        outputs = groups * layer.num_kv_heads
+        outputs = bundles * layer.num_kv_heads
         programs -= programs % outputs if programs >= outputs else 0
-    return LeanWorkspace.allocate(groups, together * num_qo_heads, layer.num_kv_heads, layer.head_dim, device, programs)
+    return LeanWorkspace.allocate(
+        bundles, together * num_qo_heads, layer.num_kv_heads, layer.head_dim, device, programs
+    )
 
 
 def attend(
@@ -179,7 +181,7 @@ def attend_rows(
             window, from each row to the next by at most 1; over a quantised cache, in one block of 64 tokens.
         seq_lens: [B] int32, the last of each request's `row_lens`.
         workspace: of `attend_workspace` with R rows.  out: [B R, Hq, D].  lse: [B R, Hq] fp32.
-        block_lse: written with the weights of blocks, [B G, Hkv, NB, 4, T Hq / Hkv]: of G groups of T rows, see
+        block_lse: written with the weights of blocks, [B N, Hkv, NB, 4, T Hq / Hkv]: of N bundles of T rows, see
             `rows_together`. Rows behind the last one of a request repeat it.
         prefetch_before_wait: as for `attend`.
     Raises, Capture: as for `lean_decode_attention`.

@@ -101,7 +101,7 @@ def recall_lists_ref(
 
 @triton.jit(do_not_specialize=["num_blocks", "chunk_size"])
 def _choose_recall_lists_kernel(
-    block_lse_ptr,  # [L, B groups, HKV, NB, 4, TOGETHER HEADS] fp32
+    block_lse_ptr,  # [L, B bundles, HKV, NB, 4, TOGETHER HEADS] fp32
     lse_ptr,  # [L, B ROWS, HKV, HEADS] fp32
     seq_lens_ptr,  # [B] int32
     lists_ptr,  # [L, B, HKV, RECALL] int32
@@ -118,7 +118,7 @@ def _choose_recall_lists_kernel(
     RECALL_PAD: tl.constexpr,
     BLOCKS_PAD: tl.constexpr,
     ROWS: tl.constexpr,
-    TOGETHER: tl.constexpr,  # rows of a group
+    TOGETHER: tl.constexpr,  # rows of a bundle
 ):
     """Choose one list. Grid [HKV, B, L]."""
     head, request, layer = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -135,10 +135,10 @@ def _choose_recall_lists_kernel(
     lse_row, output, first_column = row, row, 0
     STRIDE: tl.constexpr = TOGETHER * HEADS
     if chosen_rows_ptr is not None:
-        GROUPS: tl.constexpr = (ROWS + TOGETHER - 1) // TOGETHER
+        BUNDLES: tl.constexpr = (ROWS + TOGETHER - 1) // TOGETHER
         chosen_row = tl.load(chosen_rows_ptr + request)
         lse_row = ((layer * tl.num_programs(1) + request) * ROWS + chosen_row) * HKV + head
-        output = ((layer * tl.num_programs(1) + request) * GROUPS + chosen_row // TOGETHER) * HKV + head
+        output = ((layer * tl.num_programs(1) + request) * BUNDLES + chosen_row // TOGETHER) * HKV + head
         first_column = chosen_row % TOGETHER * HEADS
     lse = tl.load(lse_ptr + lse_row * HEADS + heads, mask=heads < HEADS, other=float("inf"))
     weights = tl.zeros([BLOCKS_PAD, HEADS_PAD], tl.float32)
@@ -212,7 +212,7 @@ def launch_choice(
     Args:
         chosen_rows: [B] int32, the row of each request whose attention chooses; None: there is one row.
         rows: rows of each request.  lse: [L, B rows, Hq].
-        together: rows of a group.  block_lse: [L, B groups, Hkv, NB, 4, together Hq / Hkv], see `attend_rows`.
+        together: rows of a bundle.  block_lse: [L, B bundles, Hkv, NB, 4, together Hq / Hkv], see `attend_rows`.
         windows: [L] int32, see `RecallState`.
     """
     num_layers, batch_size, num_kv_heads, count = lists.shape

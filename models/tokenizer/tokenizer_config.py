@@ -14,6 +14,7 @@ __all__ = ["add_tokens", "is_token_id", "naming_file", "read_tokenizer_config", 
 
 _CONFIG, _MAP = "tokenizer_config.json", "special_tokens_map.json"
 _MAPPED = ("bos_token", "eos_token", "pad_token", "unk_token")  # tokens that special_tokens_map.json may supply
+_LISTS = ("extra_special_tokens", "additional_special_tokens")  # the first one, if there is one
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
@@ -30,8 +31,8 @@ def read_tokenizer_config(folder: Path) -> dict[str, Any]:
         UserError: a broken file.
     """
     settings, mapped = _read(folder / _CONFIG), _read(folder / _MAP)
-    named = special_tokens(settings)
-    return settings | {name: mapped[name] for name in _MAPPED if name in mapped and name not in named}
+    named = [*special_tokens(settings), *(name for name in _LISTS if name in settings)]
+    return settings | {name: mapped[name] for name in (*_MAPPED, _LISTS[1]) if name in mapped and name not in named}
 
 
 def special_tokens(settings: dict[str, Any]) -> dict[str, str]:
@@ -58,7 +59,8 @@ def add_tokens(core: tokenizers.Tokenizer, settings: dict[str, Any], folder: Pat
     """Add the tokens of `added_tokens_decoder` that tokenizer.json lacks to `core`, and apply the flags of all of them.
 
     New tokens get the next free ids, which must be the ids in the folder. New tokens with ids from `vocab_size` on have
-    no embedding and are left out.
+    no embedding and are left out. Words of the vocabulary that the settings name as special tokens become special, as
+    in transformers.
 
     Raises:
         UserError: a new token gets another id than in the folder, or an entry is not a token.
@@ -83,6 +85,20 @@ def add_tokens(core: tokenizers.Tokenizer, settings: dict[str, Any], folder: Pat
                 f"{where}: {show(content)}: expected id {expected}, found id {found} with this tokenizer.json; "
                 "use files of the same model, or remove the token"
             )
+    known = {token.content for token in core.get_added_tokens_decoder().values()}
+    named = [_token(entry, str(folder / _CONFIG)) for entry in _named_entries(settings)]
+    core.add_special_tokens(
+        [token for token in named if token.content not in known and core.token_to_id(token.content) is not None]
+    )
+
+
+def _named_entries(settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """The special tokens that settings name, one by one (`bos_token`, `image_token`, ...) or in a list, as objects."""
+    extra: Any = next((settings[name] for name in _LISTS if settings.get(name)), [])
+    values = [value for name, value in settings.items() if name.endswith("_token")]
+    values += extra.values() if isinstance(extra, dict) else extra if isinstance(extra, list) else []
+    entries = [value if isinstance(value, dict) else {"content": value} for value in values]
+    return [entry | {"special": True} for entry in entries if isinstance(entry.get("content"), str)]
 
 
 def _token(entry: Any, where: str) -> tokenizers.AddedToken:

@@ -272,7 +272,7 @@ class Drafting:
         config = self.config
         further_us = rows_us(
             self.target, self.choices.placement.tp_size, self.choices.dtype, seq_lens, config.kv_cache,
-            config.kv_protect, self.num_rows,
+            config.kv_protect, self.num_rows, config.softmax,
         )  # fmt: skip
         return (
             1.0 + config.draft_tokens * self._draft_cost(seq_lens) + further_us / self._step_us(self.target, seq_lens)

@@ -14,6 +14,7 @@ from alspec.models.llama_config import LlamaConfig
 from alspec.models.matrix_formats import kept_format, matrices_of
 from alspec.runtime.cache.codecs import read_bytes
 from alspec.runtime.profiling.stats import step_bytes
+from alspec.sas import Softmax
 
 __all__ = ["DRAFT_LAYER_US", "LINK_US", "STREAM_BYTES_PER_S", "link_costs", "rows_us", "step_costs", "step_us"]
 
@@ -46,9 +47,9 @@ ROWS_SHARE, ROW_SHARE = 0.09, 0.0145
 ROW_ALL_REDUCE_US = 0.11
 MANY_ROWS_SHARE = 0.08  # of that time, with more than MANY_ROWS rows
 # Attention of several rows, as shares of the time to read the cache: over a bf16 cache with more than WIDE_COLUMNS rows
-# times query heads of a KV head; over a quantised cache for each group of rows but the first. Same fit, 131072 tokens.
+# times query heads of a KV head; over a quantised cache for each bundle of rows but the first. Same fit, 131072 tokens.
 MANY_ROWS, WIDE_COLUMNS, WIDE_SHARE = 8, 32, 0.95
-GROUP_SHARE = 0.61
+BUNDLE_SHARE = 0.61
 DRAFT_LAYER_US = 6.0  # in each layer of a draft, beyond a step of the draft model; same fit (self, model)
 PAIR_FIXED_US = 14.4  # decode_parts, fixed: 145.8 minus the time of its bytes and FIXED_US
 HANDOVER_US = 5.4  # decode_parts, layer: 109.9 minus the time of its bytes and LAYER_US
@@ -140,20 +141,28 @@ def rows_us(
     kv_cache: str,
     kv_protect: int,
     rows: int,
+    softmax: Softmax = "exact",
 ) -> float:
-    """Predict how much longer a step takes that verifies `rows` rows of each request instead of one."""
+    """Predict how much longer a step takes that verifies `rows` rows of each request instead of one.
+
+    As if no layer had a sliding window, where less is read.
+    """
     weights_us = step_bytes(config, Shard(0, tp_size, 0, tp_size), dtype, [], kv_cache) / STREAM_BYTES_PER_S * 1e6
     layer_us, further = ROWS_LAYER_US, rows - 1
     if tp_size > 1:
         layer_us += 2 * tp_size * ROW_ALL_REDUCE_US * further * len(seq_lens)
     heads, kv_heads = config.local_heads(tp_size)
-    cache = sum(read_bytes(kv_cache, config, tp_size, dtype, length, 0) for length in seq_lens)
-    if kv_cache == "bf16":
-        share = WIDE_SHARE if rows * heads > WIDE_COLUMNS * kv_heads else 0.0
-    else:
-        groups = -(-rows // most_rows_together(heads // kv_heads, rows))
-        share = GROUP_SHARE * (groups - 1) * max(1 - 2 * kv_protect / config.num_layers, 0.0)
-    attention_us = share * cache / READ_BYTES_PER_S * 1e6
+
+    def read_us(kind: str) -> float:
+        num_bytes = sum(read_bytes(kind, config, tp_size, dtype, length, 0) for length in seq_lens)
+        return num_bytes / READ_BYTES_PER_S * 1e6
+
+    plain = 1.0 if kv_cache == "bf16" else min(2 * kv_protect / config.num_layers, 1.0)  # share of bf16 layers
+    wide = WIDE_SHARE if rows * heads > WIDE_COLUMNS * kv_heads else 0.0
+    together = 1 if softmax == "sas" else most_rows_together(heads // kv_heads, rows)
+    attention_us = plain * wide * read_us("bf16")
+    if plain < 1:
+        attention_us += (1 - plain) * BUNDLE_SHARE * (-(-rows // together) - 1) * read_us(kv_cache)
     weights_share = ROWS_SHARE + ROW_SHARE * further + (MANY_ROWS_SHARE if rows > MANY_ROWS else 0.0)
     return weights_share * weights_us + config.num_layers * layer_us + attention_us
 

@@ -60,6 +60,43 @@ def test_tokens_that_tokenizer_json_lacks(write: Callable[..., Path]) -> None:
     assert tokenizer.decode(ids) == streamed == oracle.decode(ids, skip_special_tokens=True) == "the<tool> catthecat"
 
 
+OBJECT = {"__type": "AddedToken"} | FLAGS
+NAMED = {"bos_token": "<s>", "eos_token": OBJECT | {"content": "</s>", "lstrip": True}}
+
+
+@pytest.mark.parametrize(
+    ("settings", "mapped"),
+    [
+        (NAMED, {}),
+        (NAMED | {"pad_token": "<|x|>", "image_token": "<|y|>"}, {}),
+        (NAMED | {"additional_special_tokens": ["<|x|>", OBJECT | {"content": "<|y|>", "rstrip": True}]}, {}),
+        (NAMED | {"additional_special_tokens": ["<|x|>"], "extra_special_tokens": ["<|y|>"]}, {}),
+        (NAMED | {"extra_special_tokens": {"image_token": "<|y|>"}}, {}),
+        ({}, NAMED | {"additional_special_tokens": ["<|x|>"]}),
+        ({"extra_special_tokens": ["<|y|>"]}, NAMED | {"additional_special_tokens": ["<|x|>"]}),
+    ],
+)
+def test_words_that_are_named_as_special_tokens_are_special(
+    settings: dict[str, Any], mapped: dict[str, Any], tmp_path: Path
+) -> None:
+    """They are in the vocabulary of tokenizer.json alone."""
+    from transformers import AutoTokenizer
+
+    words = [*"<>|/ abcdsxy", "<s>", "</s>", "<|x|>", "<|y|>"]
+    core = Core(tokenizers.models.BPE({word: index for index, word in enumerate(words)}, []))
+    core.save(str(tmp_path / "tokenizer.json"))
+    settings = settings | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    for name, content in (("tokenizer_config.json", settings), ("special_tokens_map.json", mapped)):
+        (tmp_path / name).write_text(json.dumps(content), encoding="utf-8")
+    config = LlamaConfig.from_shape("llama-3.2-1b").model_copy(update={"vocab_size": len(words)})
+    tokenizer, oracle = Tokenizer.from_folder(tmp_path, config), AutoTokenizer.from_pretrained(tmp_path)
+    text = "a<s>b <|x|>c<|y|> d </s>"
+    ids = tokenizer.encode(text, add_bos=False)
+    assert ids == oracle.encode(text, add_special_tokens=False)
+    for token_id in range(len(words)):
+        assert (tokenizer.special_token_id(words[token_id]) is not None) == (token_id in oracle.all_special_ids)
+
+
 def test_a_token_that_the_settings_make_special_is_not_printed(
     write: Callable[..., Path], byte_level_core: Callable[[], Core]
 ) -> None:

@@ -3,11 +3,11 @@
 `combine_output` and `await_partials` serve every codec. `store_partial` and `send_spec` are for the bf16 cache; their
 counterparts for a quantised cache are in warp_combine.py and quantised_mainloop.py.
 
-A partial is `(o, lse)` of some tokens of one output, that is, of all query heads of one (request, KV head). It is
-normalised, fp32, with `lse` in base 2. The partials of one output have consecutive indices. A second launch combines
-them; each of its programs is one warp and computes a slice of the channels of one query head. A program computes from
-the schedule where its partials lie, and it is resident before the attention launch ends (except after a `rest`, see
-`launch_combine`). So the combine costs only one kernel transition and one round of loads.
+A partial is `(o, lse)` of some tokens of one output: all query heads of one (request, KV head), of all rows that are
+computed together. It is normalised, fp32, with `lse` in base 2. The partials of one output have consecutive indices. A
+second launch combines them; each of its programs is one warp and computes a slice of the channels of one query head. A
+program computes from the schedule where its partials lie, and it is resident before the attention launch ends (except
+after a `rest`, see `launch_combine`). So the combine costs only one kernel transition and one round of loads.
 """
 
 from __future__ import annotations
@@ -289,7 +289,7 @@ def combine_output(
     runs,  # number of these partials
     spec_index,  # first partial of `A~` of this output
     parts,  # number of these partials
-    row,  # query head among those of all requests: output * HEADS_PER_KV + head
+    row,  # where the result lies: query head among those of all rows, see `query_row`
     head,
     slice_index,  # slice of the head's channels
     out_ptr,

@@ -81,7 +81,7 @@ class LeanWorkspace:
 
     num_programs: int  # G
     # P = G + (1 + MAX_SPEC_PARTS + MAX_RECALL_PARTS) B Hkv partials: those of runs, then those of `A~`. D is rounded up
-    # to a power of two.
+    # to a power of two. For several rows, B counts bundles and Hq the heads of all rows of one.
     o: Tensor  # [P, Hq / Hkv, D] fp32
     lse: Tensor  # [P, Hq / Hkv] fp32
 
@@ -190,8 +190,8 @@ def lean_decode_attention(
             writes only these inputs of this launch: q, the newest token of each request, and the gate. The kernel then
             reads the lengths before it waits for the previous kernel. Without speculation and gate it also fetches its
             first tiles.
-        after_join: this launch is the first one after two streams joined. It is no dependent launch then, because a
-            dependent launch waits for one kernel only.
+        after_join: this launch may be the first one after two streams joined. Neither it nor its combine is a dependent
+            launch then: a dependent launch waits for one kernel only.
         row_lens: [B, R] int32, without speculation: q, out and lse are [B R, ...], and row r of a request sees its
             first `row_lens[r]` tokens, 1 .. `seq_lens`. K and V are read once for all rows; R Hq / Hkv is at most
             MAX_COLUMNS.
@@ -336,8 +336,8 @@ def check_outputs(
         raise ValueError(f"out: expected {list(q.shape)}, contiguous, found {list(out.shape)}")
     if lse.shape != q.shape[:2] or lse.dtype != torch.float32 or not lse.is_contiguous():
         raise ValueError(f"lse: expected {list(q.shape[:2])} fp32, contiguous, found {list(lse.shape)} {lse.dtype}")
-    groups = num_rows // rows * -(-rows // together)
-    expected = LeanWorkspace.shape(groups, together * num_qo_heads, num_kv_heads, head_dim, workspace.num_programs)
+    bundles = num_rows // rows * -(-rows // together)
+    expected = LeanWorkspace.shape(bundles, together * num_qo_heads, num_kv_heads, head_dim, workspace.num_programs)
     if workspace.o.shape != expected:
         raise ValueError(f"workspace: expected partials {list(expected)}, found {list(workspace.o.shape)}")
 

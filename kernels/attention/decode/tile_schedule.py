@@ -124,15 +124,18 @@ def count_hidden(blocks, is_entry, first_visible):
 
 
 @triton.jit
-def request_row(group, index, ROWS: tl.constexpr, TOGETHER: tl.constexpr):
-    """Which of [B ROWS] rows is row `index` of a group: up to TOGETHER rows of a request; its last row repeats."""
-    row = group
+def request_row(bundle, index, ROWS: tl.constexpr, TOGETHER: tl.constexpr):
+    """Which of [B ROWS] rows is row `index` of a bundle: TOGETHER rows of a request, or its last ones.
+
+    If the last bundle of a request has fewer rows, its last one takes the places of those that it lacks.
+    """
+    row = bundle
     if TOGETHER > 1:
-        GROUPS: tl.constexpr = (ROWS + TOGETHER - 1) // TOGETHER
-        row = group % GROUPS * TOGETHER + index
+        BUNDLES: tl.constexpr = (ROWS + TOGETHER - 1) // TOGETHER
+        row = bundle % BUNDLES * TOGETHER + index
         if ROWS % TOGETHER > 0:
             row = tl.minimum(row, ROWS - 1)
-        row += group // GROUPS * ROWS
+        row += bundle // BUNDLES * ROWS
     return row
 
 
@@ -142,7 +145,7 @@ def query_row(
 ):
     """Row of q and of the result, [B ROWS HQ, D], of a column of an output.
 
-    An output is a KV head and a group of rows of a request (`request_row`). Its HEADS_PER_KV columns are the query
+    An output is a KV head and a bundle of rows of a request (`request_row`). Its HEADS_PER_KV columns are the query
     heads of one row after another.
     """
     if TOGETHER == 1:

@@ -114,7 +114,7 @@ def attend_blocks(
     query_scale = scale_query(query, qk_scale, FORMAT, BITS, D, C)
     k_scale, v_scale = load_scales(scales_ptr, 0, blocks, W)
     num_tiles = tl.cdiv(count, W)
-    # Eight heads leave no registers for V while the weights of blocks are computed.
+    # With two heads in a lane, no registers are left for V while the weights of blocks are computed.
     LATE_VALUES: tl.constexpr = block_lse is not None and C > 1
     for tile in tl.range(0, num_tiles, num_stages=1):
         more = tile + 1 < num_tiles

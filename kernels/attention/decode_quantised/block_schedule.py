@@ -1,6 +1,7 @@
 """Device code of decode attention over a quantised cache: the schedule, in closed form from the sequence lengths.
 
-- *output*: a (request, KV head) with all query heads of that KV head; numbered `request * HKV + head`.
+- *output*: a (request, KV head) with all query heads of that KV head; numbered `request * HKV + head`. With several
+  rows of a request: a (bundle of rows, KV head), and below a bundle takes the place of a request.
 - *tile*: WARPS blocks of 64 tokens of one output, one block for each warp.
 - *rest*: the blocks of an output outside sink and window, and without speculation the tail; computed in tiles.
 - *sliding window*: if there is one, all ranges begin at the block of its first token; tokens in front of it are masked.

@@ -12,6 +12,8 @@ launch combines the partials, and A~ over sink and window is computed and sent f
   them in parallel. Recalled blocks are further parts.
 - A program has four warps, and two programs share an SM. The four warps write one partial; they combine it through
   shared memory.
+- Rows of a request, which a round verifies, read the same records. A *bundle* of them, up to the eight columns of an
+  MMA, is one output (`quantised_rows_together`); further bundles read the records again, from the L2.
 
 Files: block_schedule.py (schedule), quantised_mainloop.py (kernels), block_attention.py (a block), sides.py (what the
 codecs of K and V add), tail_attention.py (the tail), kv_codec/formats.py (codecs and sizes).
@@ -125,7 +127,7 @@ def schedule_sizes(batch_size: int, num_kv_heads: int, num_programs: int) -> dic
 
     The heads of one request have equal work. So with one request, each head has its own programs and its own schedule.
 
-    batch_size: requests, or groups of rows.
+    batch_size: requests, or bundles of rows.
     """
     outputs = batch_size * num_kv_heads
     per_head = batch_size == 1 and num_programs >= outputs
@@ -183,9 +185,9 @@ def quantised_decode_attention(
         phase, gate: as for `lean_decode_attention`.
         prefetch_before_wait, after_join: as for `lean_decode_attention`; the newest token is in the tail.
         rows: R rows of each request, without speculation: the cache has B / R requests, whose rows are neighbours in
-            q and seq_lens, in the same block of 64 tokens. `quantised_rows_together` of them make a group, at most.
-        block_lse: without speculation [B / R groups, Hkv, NB, 4, rows of a group Hq / Hkv] fp32: written as
-            `RecallBuffers.block_lse`, the heads of one row of a group after another.
+            q and seq_lens, in the same block of 64 tokens. `quantised_rows_together` of them make a bundle, at most.
+        block_lse: without speculation [B / R bundles, Hkv, NB, 4, rows of a bundle Hq / Hkv] fp32: written as
+            `RecallBuffers.block_lse`, the heads of one row of a bundle after another.
         settings: replaces `quantised_settings(device)`.
     Raises:
         ValueError: shape, dtype or layout, naming the argument.
@@ -197,7 +199,7 @@ def quantised_decode_attention(
     _check(q, layer, seq_lens, speculation, phase, rows)
     together = quantised_rows_together(layer, num_qo_heads, rows)
     check_outputs(q, num_kv_heads, workspace, out, lse, rows, together)
-    num_groups = batch_size // rows * -(-rows // together)
+    num_bundles = batch_size // rows * -(-rows // together)
     settings = settings or quantised_settings(q.device)
     warps, spec = settings.num_warps, speculation
     if warps not in (1, 2, 4):
@@ -209,7 +211,7 @@ def quantised_decode_attention(
         "D": head_dim,
         "ROWS": rows,
         "TOGETHER": together,
-        **schedule_sizes(num_groups, num_kv_heads, num_programs),
+        **schedule_sizes(num_bundles, num_kv_heads, num_programs),
         "WARPS": warps,
         "SPEC": spec is not None,
         "SPEC_PARTS": spec.parts if spec else 1,
@@ -255,7 +257,7 @@ def quantised_decode_attention(
     if phase == "predictor" and not options["RECALL"]:
         return
     scalars = (layer.sliding_window, chunk_blocks)
-    num_columns = num_groups * together * num_qo_heads
+    num_columns = num_bundles * together * num_qo_heads
     launch_combine(
         quantised_combine_kernel, seq_lens, workspace, out, lse, spec, gate, scalars, head_dim, num_columns, options
     )

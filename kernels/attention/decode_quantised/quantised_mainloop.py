@@ -118,9 +118,9 @@ def _with_listed(
 
 
 @triton.jit
-def _cache_head(output, HKV: tl.constexpr, GROUPS: tl.constexpr):
-    """Index of an output's KV head in the cache, [B, HKV]: the groups of rows of a request share its cache."""
-    return output if GROUPS == 1 else output // (HKV * GROUPS) * HKV + output % HKV
+def _cache_head(output, HKV: tl.constexpr, BUNDLES: tl.constexpr):
+    """Index of an output's KV head in the cache, [B, HKV]: the bundles of rows of a request share its cache."""
+    return output if BUNDLES == 1 else output // (HKV * BUNDLES) * HKV + output % HKV
 
 
 @triton.jit
@@ -226,17 +226,17 @@ def quantised_decode_kernel(
     scales_ptr,  # [B, Hkv, NB, 2] fp32
     tail_ptr,  # [B, Hkv, 2, 64, D / 4] int32
     tail_scale_ptr,  # [B, Hkv, 2] fp32
-    seq_lens_ptr,  # [B ROWS] int32; those of a request's rows are in the same block of 64
+    seq_lens_ptr,  # [B ROWS] int32; rows of a request end in the same block of 64: all read the records before it
     # [B, Hkv * HEADS_PER_KV, D], or with an epoch [SPEC_PARTS, ...] LL packets; may be the paired rank's memory
     spec_out_ptr,
     spec_lse_ptr,  # [SPEC_PARTS, B, Hkv * HEADS_PER_KV] LL packets; None with one part
     epoch_ptr,  # [1] int32: A~ is sent as LL packets; or None
-    # [G + (1 + SPEC_PARTS) B Hkv, HEADS_PER_KV, D] fp32 partials: of the runs, then for each output the parts of A~
+    # [G + (1 + SPEC_PARTS) OUTPUTS, HEADS_PER_KV, D] fp32 partials: of the runs, then for each output the parts of A~
     o_partial_ptr,
-    lse_partial_ptr,  # [G + (1 + SPEC_PARTS) B Hkv, HEADS_PER_KV] fp32
+    lse_partial_ptr,  # [G + (1 + SPEC_PARTS) OUTPUTS, HEADS_PER_KV] fp32
     gate_ptr,  # [1] int32 or None
     recalled_ptr,  # [B, Hkv, RECALL] int32, blocks in ascending order, then -1; or None
-    block_lse_ptr,  # [B GROUPS, Hkv, NB of its own, 4, HEADS_PER_KV] fp32: log2 of the weights of each block; or None
+    block_lse_ptr,  # [B BUNDLES, Hkv, NB of its own, 4, HEADS_PER_KV] fp32: log2 of the weights of each block; or None
     sliding_window,  # newest tokens that each row attends to; None: all
     num_blocks,  # NB
     num_recall_blocks,  # NB of block_lse
@@ -247,8 +247,8 @@ def quantised_decode_kernel(
     D: tl.constexpr,
     HKV: tl.constexpr,
     ROWS: tl.constexpr,  # of each request
-    TOGETHER: tl.constexpr,  # rows of an output; GROUPS = ROWS / TOGETHER, rounded up
-    OUTPUTS: tl.constexpr,  # B GROUPS HKV
+    TOGETHER: tl.constexpr,  # rows of an output; BUNDLES = ROWS / TOGETHER, rounded up
+    OUTPUTS: tl.constexpr,  # B BUNDLES HKV
     SCHEDULES: tl.constexpr,  # 1 for all outputs, or one for each
     OUTPUTS_PAD: tl.constexpr,  # of one schedule
     PROGRAMS: tl.constexpr,
@@ -270,8 +270,8 @@ def quantised_decode_kernel(
     first_output, program = program_in_schedule(PROGRAMS, PER_SM, SCHEDULES)
     outputs = tl.arange(0, OUTPUTS_PAD)
     output_mask = outputs < OUTPUTS // SCHEDULES
-    GROUPS: tl.constexpr = (ROWS + TOGETHER - 1) // TOGETHER
-    heads = _cache_head(first_output + outputs, HKV, GROUPS)
+    BUNDLES: tl.constexpr = (ROWS + TOGETHER - 1) // TOGETHER
+    heads = _cache_head(first_output + outputs, HKV, BUNDLES)
     bits = tl.load(bits_ptr + heads, mask=output_mask, other=4)
     # In units of 16 bytes: these fit 32 bits, so `pick` needs one reduction instruction.
     offsets = (tl.load(offset_ptr + heads, mask=output_mask, other=0) // 4).to(tl.int32)
@@ -345,7 +345,7 @@ def quantised_decode_kernel(
         if block_lse_ptr is not None:
             block_lse = block_lse_ptr + output.to(tl.int64) * num_recall_blocks * (4 * HEADS_PER_KV), not is_spec
         first, count = blocks[0], blocks[3]
-        head = _cache_head(output, HKV, GROUPS)
+        head = _cache_head(output, HKV, BUNDLES)
         tail = tail_ptr + head.to(tl.int64) * (2 * TOKENS * D // 4)
         scales = scales_ptr + head.to(tl.int64) * num_blocks * 2
         if PDL:
@@ -426,10 +426,10 @@ def partials_to_combine(
 @triton.jit(do_not_specialize=["chunk_blocks", "sliding_window"])
 def quantised_combine_kernel(
     seq_lens_ptr,  # [B ROWS] int32
-    o_partial_ptr,  # [G + (1 + SPEC_PARTS) B Hkv, HEADS_PER_KV, D] fp32, of `quantised_decode_kernel`
-    lse_partial_ptr,  # [G + (1 + SPEC_PARTS) B Hkv, HEADS_PER_KV] fp32
-    out_ptr,  # [B, Hkv * HEADS_PER_KV, D]
-    lse_ptr,  # [B, Hkv * HEADS_PER_KV] fp32
+    o_partial_ptr,  # [G + (1 + SPEC_PARTS) OUTPUTS, HEADS_PER_KV, D] fp32, of `quantised_decode_kernel`
+    lse_partial_ptr,  # [G + (1 + SPEC_PARTS) OUTPUTS, HEADS_PER_KV] fp32
+    out_ptr,  # [B, Hkv * HEADS_PER_KV, D]; with rows [B ROWS, Hkv * HEADS_PER_KV / TOGETHER, D]
+    lse_ptr,  # the same without D, fp32
     sums_ptr,  # [B, Hkv * HEADS_PER_KV * SLICES, 2] fp32: dist2, norm2; or None
     gate_ptr,  # [1] int32 or None
     sliding_window,  # of the attention kernel
@@ -439,7 +439,7 @@ def quantised_combine_kernel(
     HKV: tl.constexpr,
     ROWS: tl.constexpr,
     TOGETHER: tl.constexpr,
-    OUTPUTS: tl.constexpr,  # B GROUPS HKV
+    OUTPUTS: tl.constexpr,  # B BUNDLES HKV
     SCHEDULES: tl.constexpr,
     OUTPUTS_PAD: tl.constexpr,
     PROGRAMS: tl.constexpr,  # programs of the attention kernel
@@ -454,7 +454,7 @@ def quantised_combine_kernel(
     PHASE: tl.constexpr,  # phase of the attention kernel; PREDICTOR: combine the parts of A~
     PDL: tl.constexpr,
 ):
-    """Combine the partials of the attention kernel. Grid [B GROUPS Hkv HEADS_PER_KV SLICES]."""
+    """Combine the partials of the attention kernel. Grid [B BUNDLES Hkv HEADS_PER_KV SLICES]."""
     if PDL:
         gdc_launch_dependents()
     column, slice_index = tl.program_id(0) // SLICES, tl.program_id(0) % SLICES

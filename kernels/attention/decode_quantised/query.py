@@ -45,14 +45,15 @@ def query_source(
     """Where the query heads of an output are, see `head_offset`.
 
     Returns:
-        The pointer of the first one. With TOGETHER > 1 also: values from a row to the next, and index of the last row.
+        The pointer of the first one. With TOGETHER > 1 also: values from a row to the next, and the index of the
+        bundle's last row in the bundle. Columns behind that row repeat it.
     """
     first = q_ptr + query_row(output, 0, HKV, HEADS_PER_KV, ROWS, TOGETHER).to(tl.int64) * D
     if TOGETHER == 1:
         source = (first,)
     else:
-        GROUPS: tl.constexpr = (ROWS + TOGETHER - 1) // TOGETHER
-        rows = tl.minimum(ROWS - output // HKV % GROUPS * TOGETHER, TOGETHER)
+        BUNDLES: tl.constexpr = (ROWS + TOGETHER - 1) // TOGETHER
+        rows = tl.minimum(ROWS - output // HKV % BUNDLES * TOGETHER, TOGETHER)
         source = (first, HKV * (HEADS_PER_KV // TOGETHER) * D, rows - 1)
     return source
 

@@ -154,7 +154,7 @@ def attend_tail(
     tail_ptr,  # [2, 64, D] int8 of this output, as int32
     scale_ptr,  # [2] fp32
     tokens,  # (end,) or (end, first): tokens [first, end) of the tail are read
-    row_lens,  # with TOGETHER > 1, instead: pointer of the lengths of the output's rows; tokens in front of the tail
+    row_lens,  # with TOGETHER > 1, in place of `tokens`: (pointer of the lengths of the rows, tokens before the tail)
     cutoff,  # of SAS weights
     HEADS_PER_KV: tl.constexpr,
     HEADS: tl.constexpr,

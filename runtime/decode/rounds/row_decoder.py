@@ -34,7 +34,7 @@ class RowDecoder(Decoder):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.recall is not None:
-            # Weights of blocks, of neighbouring layers with the same groups of rows.
+            # Weights of blocks, of neighbouring layers with the same bundles of rows.
             self._weights = [(layers, self._new_weights(layers)) for layers in self._alike_layers()]
             self._weights_of = [weights for _, stacked in self._weights for weights in stacked]
             self._lse = torch.zeros(len(self.cache.layers), *self.buffers.lse.shape, device=self.buffers.lse.device)
@@ -68,27 +68,27 @@ class RowDecoder(Decoder):
         for layers, weights in self._weights:
             launch_choice(
                 weights, self._lse[layers], state.committed, self.chunk_size, self.recall.lists[layers],
-                chosen_rows=state.accepted, rows=self.rows, together=self._groups(layers.start)[1],
+                chosen_rows=state.accepted, rows=self.rows, together=self._bundles(layers.start)[1],
                 windows=None if self.recall.windows is None else self.recall.windows[layers],
             )  # fmt: skip
 
-    def _groups(self, layer: int) -> tuple[int, int]:
-        """Groups of a request's rows in attention over a layer, and the rows of each, see `rows_together`."""
+    def _bundles(self, layer: int) -> tuple[int, int]:
+        """How many bundles attention over a layer makes of a request's rows, and of how many rows: `rows_together`."""
         together = rows_together(self.cache.layers[layer], self.buffers.q.shape[1], self.rows)
         return -(-self.rows // together), together
 
     def _alike_layers(self) -> list[slice]:
-        """Ranges of neighbouring layers with the same groups of rows."""
+        """Ranges of neighbouring layers with the same bundles of rows."""
         count = len(self.cache.layers)
-        changes = [i for i in range(1, count) if self._groups(i) != self._groups(i - 1)]
+        changes = [i for i in range(1, count) if self._bundles(i) != self._bundles(i - 1)]
         return [slice(*ends) for ends in zip([0, *changes], [*changes, count], strict=True)]
 
     def _new_weights(self, layers: slice) -> Tensor:
-        """Room for the weights of blocks as `attend_rows` writes them, of layers with the same groups of rows."""
+        """Room for the weights of blocks as `attend_rows` writes them, of layers with the same bundles of rows."""
         assert self.recall is not None
-        groups, together = self._groups(layers.start)
+        bundles, together = self._bundles(layers.start)
         batch_size, *shape, columns = self.recall.block_lse.shape[1:]
-        shape = [layers.stop - layers.start, batch_size * groups, *shape, together * columns]
+        shape = [layers.stop - layers.start, batch_size * bundles, *shape, together * columns]
         return torch.full(shape, float("-inf"), device=self.buffers.lse.device)
 
 

@@ -260,6 +260,31 @@ def test_choice_of_lists(device: torch.device, seed: int, windows: tuple[int | N
                 assert expected[layer, request, head].tolist() == sorted(best) + [-1] * (count - len(best))
 
 
+@pytest.mark.parametrize(("rows", "together"), [(5, 5), (5, 2), (5, 1), (16, 4), (7, 3)])
+def test_one_row_of_each_request_chooses(rows: int, together: int, device: torch.device) -> None:
+    """Wherever it is: in a whole bundle, or in the last one, which may have fewer rows. Others choose other blocks."""
+    generator = torch.Generator().manual_seed(rows + together)
+    num_layers, batch, kv_heads, heads, capacity, count = 2, 3, 2, 3, 1500, 4
+    blocks, bundles = -(-capacity // 64), -(-rows // together)
+
+    def random(*shape: int) -> torch.Tensor:
+        return 6 * torch.rand(shape, generator=generator)
+
+    by_row = random(num_layers, batch, bundles * together, kv_heads, blocks, 4, heads)
+    lse = random(num_layers, batch, rows, kv_heads * heads)
+    lengths = torch.randint(600, capacity + 1, (batch,), generator=generator)
+    stored = by_row.unflatten(2, (bundles, together)).permute(0, 1, 2, 4, 5, 6, 3, 7).flatten(6).flatten(1, 2)
+    for chosen in (torch.tensor([0, rows - 1, 1]), torch.tensor([rows - 1, rows // 2, rows - 2])):
+        lists = torch.full((num_layers, batch, kv_heads, count), -7, dtype=torch.int32, device=device)
+        launch_choice(
+            stored.contiguous().to(device), lse.flatten(1, 2).to(device), lengths.int().to(device), S, lists,
+            chosen_rows=chosen.int().to(device), rows=rows, together=together,
+        )  # fmt: skip
+        requests = torch.arange(batch)
+        expected = recall_lists_ref(by_row[:, requests, chosen], lse[:, requests, chosen], lengths, S, count)
+        assert torch.equal(lists.cpu(), expected)
+
+
 def test_lists_follow_from_the_attention(device: torch.device) -> None:
     """What attention leaves gives the lists of the softmax weights themselves."""
     launch = lean_launch.Launch.draw((1200, 777), 3, 2, 64, device, 9, S)

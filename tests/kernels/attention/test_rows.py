@@ -64,7 +64,7 @@ def test_rows_have_the_bits_of_single_tokens(
 
 
 FIRST = [((1,), 2, 3), ((64, 129, 340), 5, 1), ((190, 1, 65, 320), 4, 4), ((250,), 16, 4), ((511, 100), 7, 5)]
-FIRST += [((385, 441), 5, 4), ((323,), 7, 2), ((130, 448), 9, 1)]  # over a quantised cache a last group of fewer rows
+FIRST += [((385, 441), 5, 4), ((323,), 7, 2), ((130, 448), 9, 1)]  # over a quantised cache a last bundle of fewer rows
 ROW_CASES = [(codec, *case) for codec in ("bf16", "turbo4", "turboquant3") for case in FIRST]
 
 
@@ -97,10 +97,10 @@ def test_one_launch_serves_all_rows(
         for request, end in enumerate(row_lens[:, -1].tolist()):
             layer.k[request, :, end:], layer.v[request, :, end:] = math.nan, math.nan
     together = rows_together(layer, heads, num_rows)
-    groups = -(-num_rows // together)
+    bundles = -(-num_rows // together)
     # Over a quantised cache, only one of the four numbers of a block is written.
     weights = torch.full(
-        (batch_size * groups, KV_HEADS, 9, 4, together * heads_per_kv),
+        (batch_size * bundles, KV_HEADS, 9, 4, together * heads_per_kv),
         math.nan if isinstance(layer, KVLayer) else -math.inf, device=device,
     )  # fmt: skip
     attend_rows(q, layer, row_lens, row_lens[:, -1].contiguous(), 0.1, workspace, out, lse, weights)
@@ -112,7 +112,7 @@ def test_one_launch_serves_all_rows(
         )
         close(out[rows], expected, tolerance)
         close(lse[rows], expected_lse, tolerance)
-        by_row = weights.unflatten(4, (together, -1))[row // together :: groups, ..., row % together, :]
+        by_row = weights.unflatten(4, (together, -1))[row // together :: bundles, ..., row % together, :]
         for request, length in enumerate(row_lens[:, row].tolist()):
             full = max(0, length // 64 - 2)  # blocks that can be recalled
             mass = torch.exp2(by_row[request, :, :full]).sum(2)  # [Hkv, blocks, heads of each]

@@ -79,6 +79,19 @@ def test_rows_read_protected_layers_once() -> None:
     assert none - half == pytest.approx(half - all_of_them, rel=0.01)
 
 
+def test_what_makes_attention_of_rows_longer() -> None:
+    """More columns than a product of bf16 attention has, also in protected layers; with SAS each row reads alone."""
+    shape = LlamaConfig.from_shape("llama-3.1-8b")
+
+    def cost(rows: int, kv_cache: str, protect: int = 0, softmax: Any = "exact") -> float:
+        return rows_us(shape, 1, torch.bfloat16, [131072], kv_cache, protect, rows, softmax)
+
+    read = 131072 * 2 * 8 * 128 * 2 * 32 / 4.5e6  # us, of the whole bf16 cache
+    assert cost(9, "bf16") - cost(8, "bf16") > 0.9 * read
+    assert cost(9, "turbo4", 8) - cost(8, "turbo4", 8) > 0.45 * read
+    assert cost(5, "turbo4", 0, "sas") - cost(5, "turbo4") == pytest.approx(2 * 0.61 * read / 3.76, rel=0.02)
+
+
 def test_a_round_is_priced_once_for_a_block_of_tokens() -> None:
     shape, choices = LlamaConfig.from_shape("llama-3.1-8b"), SimpleNamespace(placement=SimpleNamespace(tp_size=1))
     choices.dtype = torch.bfloat16

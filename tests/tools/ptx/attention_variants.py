@@ -37,8 +37,10 @@ def lean(
     ) | {
         **recalling(recall, phase), "HEADS_PAD": max(8 if uses_tma else 16, triton.next_power_of_2(columns)),
         "STAGES": _lean_settings(capability, head_dim, uses_tma)[2],
-        "READ_LENGTHS_EARLY": capability >= 90 and phase == "all",
+        "READ_LENGTHS_EARLY": capability >= 90 and phase != "rest",
     }  # fmt: skip
+    if phase == "predictor" and gate:  # of a pair over a link: after a join
+        constants |= {"PDL": False, "READ_LENGTHS_EARLY": False}
     if not window:
         constants["sliding_window"] = None
     if rows == 1:
@@ -160,13 +162,14 @@ def _lean_constants(
 def flashq(
     capability: int, heads_per_kv: int, head_dim: int, batch_size: int, spec: bool, sas: bool = False,
     spec_parts: int = 1, format: str = "flashq", recall: int = 0, rows: int = 1, window: bool = False,
-    masses: bool = False,
+    masses: bool = False, phase: str = "all",
 ) -> Variant:  # fmt: skip
     """The attention kernel as `quantised_decode_attention` launches it. masses: it writes the weights of blocks."""
     settings = quantised_decode.GPU_SETTINGS
     constants = _flashq_constants(capability, heads_per_kv, head_dim, batch_size, spec, spec_parts, rows, window) | {
         "FORMAT": format, "PER_SM": settings.per_sm, "SAS": sas, "gate_ptr": None,
-        "READ_LENGTHS_EARLY": capability >= 90, "BULK": capability >= 90, **recalling(recall, is_lean=False),
+        "READ_LENGTHS_EARLY": capability >= 90, "BULK": capability >= 90, **recalling(recall, phase, is_lean=False),
+        "PHASE": lean_decode.PHASES[phase],
     }  # fmt: skip
     if masses:
         del constants["block_lse_ptr"]
@@ -174,9 +177,11 @@ def flashq(
         constants["sliding_window"] = None
     if not spec:
         constants |= dict.fromkeys(["spec_out_ptr", "epoch_ptr"])
-    if spec_parts == 1 and not recall:
+    if phase != "all":
+        constants["epoch_ptr"] = None
+    if (spec_parts == 1 and not recall) or phase != "all":
         constants["spec_lse_ptr"] = None
-    types = {"spec_out_ptr": "*i64", "spec_lse_ptr": "*i64"} if spec else {}
+    types = {"spec_out_ptr": "*i64", "spec_lse_ptr": "*i64"} if spec and phase == "all" else {}
     return variant(
         capability, quantised_mainloop.quantised_decode_kernel, settings.num_warps, constants,
         maxnreg=quantised_decode.REGISTERS, **types,
@@ -185,13 +190,15 @@ def flashq(
 
 def flashq_combine(
     capability: int, heads_per_kv: int, head_dim: int, batch_size: int, spec: bool, spec_parts: int = 1,
-    recall: int = 0, window: bool = False, rows: int = 1,
+    recall: int = 0, window: bool = False, rows: int = 1, phase: str = "all",
 ) -> Any:  # fmt: skip
     """The kernel that combines the partials of `flashq`."""
     constants = _flashq_constants(capability, heads_per_kv, head_dim, batch_size, spec, spec_parts, rows, window)
-    constants |= recall_constants(recall, False)
-    programs = 132 * quantised_decode.GPU_SETTINGS.per_sm
-    width, slices, at_once = combine.combine_sizes(batch_size, 8 * heads_per_kv, head_dim, programs // (8 * batch_size))
+    constants |= recall_constants(recall, False) | {"PHASE": lean_decode.PHASES[phase]}
+    outputs = constants["OUTPUTS"]
+    width, slices, at_once = combine.combine_sizes(
+        batch_size * rows, 8 * heads_per_kv, head_dim, constants["PROGRAMS"] // outputs
+    )
     constants |= {"SLICE": width, "SLICES": slices, "ROUND": at_once, "gate_ptr": None}
     if not window:
         constants["sliding_window"] = None
@@ -214,11 +221,13 @@ def _flashq_constants(
 ) -> dict[str, Any]:  # fmt: skip
     settings = quantised_decode.GPU_SETTINGS
     together = 1 if window else quantised_decode.most_rows_together(heads_per_kv, rows)
-    groups = batch_size * -(-rows // together)
+    bundles, programs = batch_size * -(-rows // together), 132 * settings.per_sm
+    if rows > 1:
+        programs -= programs % (8 * bundles)
     return {
         "HEADS_PER_KV": together * heads_per_kv, "D": head_dim, "ROWS": rows, "TOGETHER": together,
-        **quantised_decode.schedule_sizes(groups, 8, 132 * settings.per_sm), "WARPS": settings.num_warps,
-        "SPEC": spec, "SPEC_PARTS": spec_parts, "PHASE": 0, "PDL": capability >= 90,
+        **quantised_decode.schedule_sizes(bundles, 8, programs), "WARPS": settings.num_warps,
+        "SPEC": spec, "SPEC_PARTS": spec_parts, "PHASE": lean_decode.PHASES["all"], "PDL": capability >= 90,
     }  # fmt: skip
 
 

@@ -555,7 +555,11 @@ def _hopper_variants() -> dict[str, Variant]:
     return variants | {
         "lean combine, spec in 3 parts": lean_combine(90, 4, 128, 1, True, spec_parts=3),
         "lean, spec, recall": lean(90, 4, 128, 1, True, True, spec_parts=3, recall=16),
-        "lean, batch 8, spec, recall, predictor": lean(90, 4, 128, 8, True, True, "predictor", recall=32),
+        "lean, batch 8, gated, spec, recall, predictor": lean(90, 4, 128, 8, True, True, "predictor", recall=32),
+        "lean, spec, recall, predictor": lean(90, 4, 128, 1, True, False, "predictor", recall=16),
+        "lean combine, spec, recall, predictor": lean_combine(90, 4, 128, 1, True, recall=16, phase="predictor"),
+        "flashq, spec, recall, predictor": flashq(90, 4, 128, 1, True, recall=16, phase="predictor"),
+        "flashq combine, spec, recall, predictor": flashq_combine(90, 4, 128, 1, True, recall=16, phase="predictor"),
         "lean, batch 8, spec, recall, rest": lean(90, 4, 128, 8, True, True, "rest", recall=32),
         "lean combine, spec, recall": lean_combine(90, 4, 128, 1, True, spec_parts=3, recall=16),
         "flashq, spec, recall": flashq(90, 4, 128, 1, True, spec_parts=2, recall=16),
