@@ -32,6 +32,7 @@ from alspec.kernels.attention.decode_quantised.warp_combine import store_lanes
 from alspec.kernels.attention.sas_exp2 import sas_exp2
 from alspec.kernels.common.device import log2_of_sum
 from alspec.kernels.kv_codec.flashq.record import TOKENS
+from alspec.kernels.kv_codec.formats import side_method
 
 __all__ = ["attend_blocks", "empty_softmax"]
 
@@ -114,8 +115,8 @@ def attend_blocks(
     query_scale = scale_query(query, qk_scale, FORMAT, BITS, D, C)
     k_scale, v_scale = load_scales(scales_ptr, 0, blocks, W)
     num_tiles = tl.cdiv(count, W)
-    # With two heads in a lane, no registers are left for V while the weights of blocks are computed.
-    LATE_VALUES: tl.constexpr = block_lse is not None and C > 1
+    # With FlashQ keys and two heads in a lane, no registers are left for V while the weights of blocks are computed.
+    LATE_VALUES: tl.constexpr = block_lse is not None and C > 1 and side_method(FORMAT, False) == "flashq"
     for tile in tl.range(0, num_tiles, num_stages=1):
         more = tile + 1 < num_tiles
         if BULK:

@@ -65,7 +65,7 @@ def reports(capability: int, part: str) -> Reports:
 def test_every_kernel_is_compiled(capability: int, part: str) -> None:
     found = {report["kernel"] for report in reports(capability, part).values()}
     assert found == set(compiled(capability, part)["kernels"])
-    expected = {(80, "all"): 230, (90, "fast"): 128, (90, "all"): 349, (100, "all"): 230}[capability, part]
+    expected = {(80, "all"): 230, (90, "fast"): 128, (90, "all"): 362, (100, "all"): 230}[capability, part]
     assert len(reports(capability, part)) == expected
 
 
@@ -148,7 +148,7 @@ def test_warps_read_records_without_each_other(part: str) -> None:
     with barriers of all warps: 1.3 times as many instructions.
     """
     found = {name: report for name, report in reports(90, part).items() if "loops" in report}
-    assert len(found) == {"fast": 2, "all": 27}[part]
+    assert len(found) == {"fast": 2, "all": 36}[part]
     by_lanes = {"BAR": 0, "STS": 0, "STL": 0, "LDL": 0, "LDSM": 0, "SYNCS": 4, "LDG": 2}
     for name, report in found.items():
         assert report["lanes_elsewhere"] == [], name
@@ -159,12 +159,12 @@ def test_warps_read_records_without_each_other(part: str) -> None:
         else:
             loops, reads = report["loops"][:1], (reads_of_a_block(name),)
         # A block's scales; with recalled blocks, also its place in a list, for K, V and scales of two tiles,
-        # and for its tokens in front of a sliding window.
-        by_lanes["LDG"] = (7 + ("window" in name)) if "recall" in name else 2
+        # and for its tokens in front of a sliding window. A predictor writes no weights of blocks: one place less.
+        by_lanes["LDG"] = (7 + ("window" in name) - ("predictor" in name)) if "recall" in name else 2
         assert loops == [by_lanes | {"LDS": count} for count in reads], name
         # Warps meet once for each head of a lane, and before the next work item; plain attention of one has none.
         heads_per_lane = 2 if "7 x" in name or "8 x" in name or "rows of" in name else 1
-        one_item = not any(kind in name for kind in ("batch 8", "spec", "rows"))
+        one_item = not any(kind in name for kind in ("batch 8", "spec", "5 rows", "7 rows"))
         assert report["barriers_behind"] == heads_per_lane + (not one_item), name
 
 
@@ -185,7 +185,7 @@ def test_combine_kernels_know_their_partials_when_the_wait_ends(part: str) -> No
     verdict. Shared memory is declared and not used.
     """
     found = {name: report for name, report in reports(90, part).items() if "combine" in name}
-    assert len(found) == {"fast": 5, "all": 15}[part]
+    assert len(found) == {"fast": 5, "all": 18}[part]
     for name, report in found.items():
         assert report["conversions_before"] > 0, name
         assert report["conversions_after"] == report["barriers"] == report["shared_reads"] == 0, name
@@ -217,6 +217,8 @@ def test_dependent_launches_read_early_only_what_no_previous_kernel_writes(part:
         plain, kernel = "spec" not in name, report["kernel"].rpartition(".")[2]
         if name.endswith(", rest"):
             reads = set()
+        elif kernel == "quantised_combine_kernel" and name.endswith(", predictor"):
+            reads = set()  # where the parts of one request lie is known
         elif kernel == "quantised_decode_kernel":
             places = RECORD_PLACES if name.startswith("flashq") else RECORD_PLACES - {"bits_ptr"}
             reads = LENGTHS | places | ({"records_ptr"} if plain else set())
