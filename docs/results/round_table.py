@@ -94,9 +94,10 @@ def _drafter(row: dict[str, Any]) -> str:
 
 
 def _option(row: dict[str, Any], name: str) -> str:
-    """The value of an option in the command that measured a row; '' if it was not given."""
+    """The value of an option in the command that measured a row; '' if it was not given, or `auto`."""
     words = row["command"].split()
-    return words[words.index(name) + 1] if name in words else ""
+    value = words[words.index(name) + 1] if name in words else ""
+    return "" if value == "auto" else value
 
 
 def _gain(step: dict[str, Any], row: dict[str, Any]) -> str:

@@ -102,13 +102,15 @@ CacheLayer = KVLayer | QuantisedLayer
 
 
 def layer_kind(layer: CacheLayer) -> tuple[type, bool]:
-    """Layers of one kind have the same workspace and the same bundles of rows."""
+    """Return what decides over workspace and bundles of rows: layers of one kind share a workspace."""
     return type(layer), layer.sliding_window is None
 
 
 def rows_together(layer: CacheLayer, num_qo_heads: int, rows: int) -> int:
-    """How many rows of a request `attend_rows` computes together, in one bundle."""
-    return quantised_rows_together(layer, num_qo_heads, rows) if isinstance(layer, QuantisedLayer) else rows
+    """Return how many rows of a request `attend_rows` computes together, in one bundle."""
+    if isinstance(layer, KVLayer):
+        return rows
+    return quantised_rows_together(num_qo_heads // layer.num_kv_heads, rows, layer.softmax, layer.sliding_window)
 
 
 def attend_workspace(
@@ -370,7 +372,7 @@ class DecodeAttention:
             lse = self._recall.lse[index]
         attend(
             q, layer, seq_lens, self._sm_scale, workspace, self._out, lse, speculation, phase,
-            after_join=phase == "predictor",
+            after_join=phase == "predictor",  # a collective of an eager step runs on a stream of its own
         )  # fmt: skip
 
 

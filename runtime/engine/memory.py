@@ -12,7 +12,7 @@ import torch
 
 from alspec.config import Weights
 from alspec.errors import DoesNotFitError, UserError
-from alspec.kernels.attention.decode_quantised.quantised_decode import most_rows_together
+from alspec.kernels.attention.decode_quantised.quantised_decode import quantised_rows_together
 from alspec.kernels.attention.recall import recall_bytes
 from alspec.kernels.attention.torch_attention import QUERIES_AT_ONCE, SCORE_BYTES, SCORES_AT_ONCE
 from alspec.kernels.common.limits import FAST_ROWS, MAX_FUSED_ROWS, MAX_ROWS
@@ -154,7 +154,7 @@ def plan_memory(
         # Captured rounds keep the weights of blocks of a plain step, and of each row of a round.
         kept = 1
         if rounds is not None and device_type == "cuda":
-            together = 1 if kv_cache == "bf16" else most_rows_together(q_heads // kv_heads, rounds.rows)
+            together = 1 if kv_cache == "bf16" else quantised_rows_together(q_heads // kv_heads, rounds.rows)
             kept = 2 + -(-rounds.rows // together) * together
         buffers += batch_size * recall * kept
     if rounds is not None:

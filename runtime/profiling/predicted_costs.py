@@ -6,7 +6,7 @@ import functools
 
 import torch
 
-from alspec.kernels.attention.decode_quantised.quantised_decode import most_rows_together
+from alspec.kernels.attention.decode_quantised.quantised_decode import quantised_rows_together
 from alspec.kernels.linear.decode_weight import packed_bytes
 from alspec.latency_model import LinkCosts, StepCosts, tp_step_us
 from alspec.models.llama import Shard
@@ -145,7 +145,7 @@ def rows_us(
 ) -> float:
     """Predict how much longer a step takes that verifies `rows` rows of each request instead of one.
 
-    As if no layer had a sliding window, where less is read.
+    Sliding windows are left out: their layers read less than is counted here.
     """
     weights_us = step_bytes(config, Shard(0, tp_size, 0, tp_size), dtype, [], kv_cache) / STREAM_BYTES_PER_S * 1e6
     layer_us, further = ROWS_LAYER_US, rows - 1
@@ -159,7 +159,7 @@ def rows_us(
 
     plain = 1.0 if kv_cache == "bf16" else min(2 * kv_protect / config.num_layers, 1.0)  # share of bf16 layers
     wide = WIDE_SHARE if rows * heads > WIDE_COLUMNS * kv_heads else 0.0
-    together = 1 if softmax == "sas" else most_rows_together(heads // kv_heads, rows)
+    together = quantised_rows_together(heads // kv_heads, rows, softmax)
     attention_us = plain * wide * read_us("bf16")
     if plain < 1:
         attention_us += (1 - plain) * BUNDLE_SHARE * (-(-rows // together) - 1) * read_us(kv_cache)

@@ -125,9 +125,9 @@ def count_hidden(blocks, is_entry, first_visible):
 
 @triton.jit
 def request_row(bundle, index, ROWS: tl.constexpr, TOGETHER: tl.constexpr):
-    """Which of [B ROWS] rows is row `index` of a bundle: TOGETHER rows of a request, or its last ones.
+    """Return the place among [B ROWS] rows of row `index` of a bundle, which is TOGETHER rows of a request.
 
-    If the last bundle of a request has fewer rows, its last one takes the places of those that it lacks.
+    The last bundle of a request may lack rows. The last row then takes their places: its results are written again.
     """
     row = bundle
     if TOGETHER > 1:
@@ -143,7 +143,7 @@ def request_row(bundle, index, ROWS: tl.constexpr, TOGETHER: tl.constexpr):
 def query_row(
     output, column, HKV: tl.constexpr, HEADS_PER_KV: tl.constexpr, ROWS: tl.constexpr, TOGETHER: tl.constexpr
 ):
-    """Row of q and of the result, [B ROWS HQ, D], of a column of an output.
+    """Return the row of q and of the result, [B ROWS HQ, D], of a column of an output.
 
     An output is a KV head and a bundle of rows of a request (`request_row`). Its HEADS_PER_KV columns are the query
     heads of one row after another.

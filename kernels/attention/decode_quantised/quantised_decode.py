@@ -52,11 +52,11 @@ from alspec.kernels.attention.decode_quantised.quantised_mainloop import (
 )
 from alspec.kernels.common.jit_launch import jit_launch, raise_smem_limit, set_l1_carveout
 from alspec.kernels.kv_codec.quantised_layer import BLOCK, HEAD_DIMS, QuantisedLayer
+from alspec.sas import Softmax
 
 __all__ = [
     "MAX_HEADS_PER_KV",
     "QuantisedSettings",
-    "most_rows_together",
     "quantised_decode_attention",
     "quantised_recall_parts",
     "quantised_rows_together",
@@ -107,18 +107,15 @@ def quantised_recall_parts(recall_blocks: int) -> int:
     return min(-(-recall_blocks // 8), MAX_RECALL_PARTS)
 
 
-def quantised_rows_together(layer: QuantisedLayer, num_qo_heads: int, rows: int) -> int:
-    """How many of the rows of a request are computed together, so that a record is read and decoded once for them.
+def quantised_rows_together(
+    heads_per_kv: int, rows: int, softmax: Softmax = "exact", sliding_window: int | None = None
+) -> int:
+    """Return how many rows of a request are computed together, so that a record is read and decoded once for them.
 
-    As many as there are columns of an MMA for. One, where a row has a window or a cutoff of its own.
+    An MMA has columns for so many. With a sliding window or SAS it is one: each row has its own window or cutoff.
     """
-    if layer.sliding_window is not None or layer.softmax == "sas":
+    if sliding_window is not None or softmax == "sas":
         return 1
-    return most_rows_together(num_qo_heads // layer.num_kv_heads, rows)
-
-
-def most_rows_together(heads_per_kv: int, rows: int) -> int:
-    """As `quantised_rows_together`, without windows and cutoffs."""
     return max(1, min(rows, MAX_HEADS_PER_KV // heads_per_kv))
 
 
@@ -197,7 +194,7 @@ def quantised_decode_attention(
     batch_size, num_qo_heads, head_dim = q.shape
     num_kv_heads = layer.num_kv_heads
     _check(q, layer, seq_lens, speculation, phase, rows)
-    together = quantised_rows_together(layer, num_qo_heads, rows)
+    together = quantised_rows_together(num_qo_heads // num_kv_heads, rows, layer.softmax, layer.sliding_window)
     check_outputs(q, num_kv_heads, workspace, out, lse, rows, together)
     num_bundles = batch_size // rows * -(-rows // together)
     settings = settings or quantised_settings(q.device)

@@ -42,10 +42,10 @@ def query_source(
     q_ptr, output, HKV: tl.constexpr, HEADS_PER_KV: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
     TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """Where the query heads of an output are, see `head_offset`.
+    """Return what `head_offset` needs to find the query heads of an output, which may be those of several rows.
 
     Returns:
-        The pointer of the first one. With TOGETHER > 1 also: values from a row to the next, and the index of the
+        The pointer of the first head. With TOGETHER > 1 also: values from a row to the next, and the index of the
         bundle's last row in the bundle. Columns behind that row repeat it.
     """
     first = q_ptr + query_row(output, 0, HKV, HEADS_PER_KV, ROWS, TOGETHER).to(tl.int64) * D
@@ -60,7 +60,7 @@ def query_source(
 
 @triton.jit
 def head_offset(column, source, HEADS_PER_KV: tl.constexpr, TOGETHER: tl.constexpr, D: tl.constexpr):
-    """Where q of a column begins behind the pointer of `query_source`."""
+    """Return the values between the first head of `query_source` and the head of a column."""
     if TOGETHER == 1:
         offset = column * D
     else:

@@ -220,7 +220,7 @@ def _flashq_constants(
     window: bool,
 ) -> dict[str, Any]:  # fmt: skip
     settings = quantised_decode.GPU_SETTINGS
-    together = 1 if window else quantised_decode.most_rows_together(heads_per_kv, rows)
+    together = quantised_decode.quantised_rows_together(heads_per_kv, rows, sliding_window=1 if window else None)
     bundles, programs = batch_size * -(-rows // together), 132 * settings.per_sm
     if rows > 1:
         programs -= programs % (8 * bundles)
