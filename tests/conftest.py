@@ -7,6 +7,7 @@ import runpy
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import pytest
 import torch
@@ -73,6 +74,16 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     """One line for all GPU cases."""
     if left_out := config.stash.get(GPU_CASES, 0):
         terminalreporter.write_line(f"{left_out} GPU cases left out: no CUDA GPU")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--seed", type=int, default=0, help="other random inputs (default: 0)")
+
+
+@pytest.fixture(autouse=True)
+def _seed(request: pytest.FixtureRequest) -> None:
+    """Random inputs depend on the test and on `--seed` alone, whichever tests ran before: a failure can be repeated."""
+    torch.manual_seed(crc32(request.node.nodeid.encode()) + request.config.getoption("--seed"))
 
 
 @pytest.fixture(

@@ -1,6 +1,7 @@
-"""Remove expensive work without effect from Triton's interpreter. Run it before the first kernel is launched.
+"""Remove expensive work without effect from Triton's interpreter, and round to bf16 as a GPU does.
 
-Kernels compute the same results, many times faster.
+Run it before the first kernel is launched. Except for that rounding, kernels compute the same results, many times
+faster.
 """
 
 import functools
@@ -87,6 +88,25 @@ def leave_out_overflow_checks() -> None:
     options = interpreter.interpreter_builder.options
     assert not options.debug
     interpreter.interpreter_builder.options = replace(options, sanitize_overflow=False)
+
+
+def round_to_bf16() -> None:
+    """Round fp32 to the nearest bf16, ties to even, as `cvt.rn.bf16.f32` does: the interpreter cuts bits off."""
+    convert = interpreter._convert_float
+    half, nan = np.uint32(0x7FFF), np.uint16(0x7FFF)
+
+    def convert_as_gpu(values: np.ndarray, source: Any, target: Any, mode: Any) -> np.ndarray:
+        """Return the bits of the converted values."""
+        if (source.name, target.name) == ("bf16", "fp32"):
+            return values.astype(np.uint32) << np.uint32(16)
+        if (source.name, target.name) != ("fp32", "bf16"):
+            return convert(values, source, target, mode)
+        bits = values.view(np.uint32)
+        odd = (bits >> np.uint32(16)) & np.uint32(1)
+        rounded = ((bits + half + odd) >> np.uint32(16)).astype(np.uint16)
+        return np.where(np.isnan(values), nan, rounded)
+
+    interpreter._convert_float = convert_as_gpu
 
 
 def remember_types() -> None:
@@ -442,6 +462,7 @@ AT_ONCE = {
 patch_language_once()
 call_directly()
 leave_out_overflow_checks()
+round_to_bf16()
 remember_types()
 compare_what_differs()
 look_at_operands_once()

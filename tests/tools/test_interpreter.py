@@ -1,4 +1,4 @@
-"""Operators that interpreter.py computes with NumPy, against PyTorch. Zeros come first: they fix the kept types."""
+"""What interpreter.py computes with NumPy, against PyTorch. Zeros come first: they fix the kept types."""
 
 import pytest
 import torch
@@ -124,3 +124,26 @@ def test_rare_arguments_take_the_slow_path() -> None:
         out = torch.empty(SIZE + 2)
         rare_kernel[1,](x, flags, out, SIZE, tl.float32)
         assert out.equal(torch.cat([torch.zeros(SIZE), (x[0] + x[1])[None], x.argmax()[None].float()]))
+
+
+@triton.jit
+def conversion_kernel(x_ptr, rounded_ptr, back_ptr, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    tl.store(rounded_ptr + at, tl.load(x_ptr + at).to(tl.bfloat16))
+    tl.store(back_ptr + at, tl.load(rounded_ptr + at).to(tl.float32))
+
+
+def test_bf16_is_rounded_as_in_torch() -> None:
+    """Any bits of fp32: ties, subnormal numbers, the largest ones, infinities, NaN."""
+    bits = torch.randint(-(2**31), 2**31, (4096,), generator=torch.Generator().manual_seed(0))
+    bits[:1024] &= ~0xFFFF
+    bits[:512] |= 0x8000  # ties
+    edges = [0, 1, 0x7FFF, 0x8000, 0x8001, 0x18000, 0x7F7FFFFF, 0x7F7F7FFF, 0x7F800000, 0x7F800001, 0x7FFFFFFF]
+    bits[-2 * len(edges) :] = torch.tensor(edges + [edge - 2**31 for edge in edges])
+    x = bits.int().view(torch.float32)
+    rounded, back = torch.empty(4096, dtype=torch.bfloat16), torch.empty(4096)
+    conversion_kernel[1,](x, rounded, back, 4096)
+    same_number = ~x.isnan()
+    assert torch.equal(rounded.isnan(), x.isnan())
+    assert torch.equal(rounded.view(torch.int16)[same_number], x.bfloat16().view(torch.int16)[same_number])
+    assert torch.equal(back.view(torch.int32), rounded.float().view(torch.int32))

@@ -148,8 +148,7 @@ def test_gate_up_silu_matches_the_oracle(
 ) -> None:
     x_norm, squares = stream(device, dtype, batch, hidden)
     weight = normal(device, dtype, 2 * intermediate, hidden)
-    # The interpreter truncates fp32 to bf16 instead of rounding, which is too coarse for so few numbers.
-    out = nan(device, dtype if device.type == "cuda" else torch.float32, batch, intermediate)
+    out = nan(device, dtype, batch, intermediate)
     gate_up_silu(x_norm, squares, weight, out, EPS)
     check(out, gate_up_silu_ref(x_norm, squares, weight, EPS), dtype)
 
@@ -166,7 +165,7 @@ def test_long_rows_behind_a_gate_are_loaded_in_slices(
     x_norm, squares = stream(device, dtype, 1, hidden)
     intermediate = 16 * num_sms(device) * 2 + 5 if device.type == "cuda" else 37
     weight = normal(device, dtype, 2 * intermediate, hidden)
-    out = nan(device, dtype if device.type == "cuda" else torch.float32, 1, intermediate)
+    out = nan(device, dtype, 1, intermediate)
     gate_up_silu(x_norm, squares, weight, out, EPS, gates[0])
     assert out.isnan().all()
     gate_up_silu(x_norm, squares, weight, out, EPS, gates[1])

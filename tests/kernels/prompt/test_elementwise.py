@@ -120,8 +120,7 @@ def test_rope_keeps_lengths_and_relative_scores(device: torch.device, check: Che
     assert not torch.allclose(rotated_q[0], rotated_q[1])
 
 
-# No size is 1: the interpreter truncates to bf16 instead of rounding, and `check` needs many numbers to average that.
-SIZES = [16, 80, 511, 4096]
+SIZES = [1, 16, 80, 511, 4096]
 
 
 @pytest.mark.parametrize(("num_parts", "size", "dtype"), covering([0, 1, 2, 4], SIZES, DTYPES), ids=str)
