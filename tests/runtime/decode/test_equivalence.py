@@ -233,3 +233,28 @@ def layer_verdicts(run: dict[str, Any]) -> list[list[bool]]:
         ]
         for step, layers in enumerate(run["hits"])
     ]
+
+
+@pytest.mark.parametrize(("world_size", "new_tokens"), fast([(2, 150), (2, 700), (4, 400)], keep=[(2, 150)]))
+def test_roles_swap_over_late_messages(run_ranks: Any, make_prompt: Any, world_size: int, new_tokens: int) -> None:
+    """Eager steps: a layer's verdict decides which group goes on, and each layer waits for one message.
+
+    Tokens are sampled: chosen greedily, they repeat, and no `A~` is accepted any more.
+    """
+    case = single(make_prompt, 319, FAST_THRESHOLD) | {
+        "name": "late", "max_new_tokens": [new_tokens], "sampling": {"temperature": 1.0, "seed": 5},
+    }  # fmt: skip
+    (alone,) = run_ranks(1, {"simulated": [case]})
+    ranks = run_ranks(world_size, {"paired": [case | {"late_us": 2000}]})
+    expected = alone["simulated late"]
+    for rank in ranks:
+        assert rank["paired late"]["tokens"] == expected["tokens"]
+        assert rank["paired late"]["hits"] == expected["hits"]
+    senders, priority = [], INITIAL_PRIORITY
+    for layers in expected["hits"]:
+        step, _, priority = replay_priorities([bool(hit) for (hit,) in layers], priority)
+        senders += step
+    swaps = sum(one != other for one, other in itertools.pairwise(senders))
+    print(f"{swaps} role swaps in {len(senders)} layers")
+    assert len(senders) == 6 * (new_tokens - 1)
+    assert len(senders) / 4 < swaps < len(senders) * 3 / 4

@@ -76,7 +76,7 @@ def simulated(folder: Path, case: dict[str, Any]) -> list[dict[str, Any]]:
     transport = Transport(Placement(), CPU, "gloo", None)
     model = Llama(config, weights, transport)
     prompts = case["prompts"]
-    capacity = max(map(len, prompts)) + 9
+    capacity = max(map(len, prompts)) + max(sum(threshold["steps"] for threshold in case["thresholds"]), 9)
     cache = new_cache(case["kv_cache"], config, 1, len(prompts), capacity, torch.float32, CPU)
     found = []
     for threshold in case["thresholds"]:
@@ -89,7 +89,7 @@ def simulated(folder: Path, case: dict[str, Any]) -> list[dict[str, Any]]:
             for request, ids in enumerate(prompts)
         ]
         for step in range(threshold["steps"]):
-            speculates = case.get("kinds", [True] * 9)[step]
+            speculates = case["kinds"][step] if "kinds" in case else True
             result = eager[speculates].run(
                 DecodeState(
                     torch.tensor(tokens),
@@ -194,3 +194,23 @@ def test_groups_decode_alone_in_between(turbo_folder: Path, tmp_path: Path, worl
     The cache is quantised, blocks are recalled, and a block ends.
     """
     check(turbo_folder, [ALONE], run_ranks(tmp_path, turbo_folder, world_size, [ALONE], has_packets))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("world_size", "repeats"), fast([(2, 1), (2, 25), (4, 5)], keep=[(2, 1)]))
+def test_a_speculator_runs_ahead_over_late_messages(
+    small_folder: Path, tmp_path: Path, world_size: int, repeats: int
+) -> None:
+    """Fused steps: x of a layer is taken from the other group or computed, as its message is there or not."""
+    thresholds = [{"value": value, "steps": 3} for value in ("0.2", "0.3", "0.4", "inf")]
+    case = CASES["one request"] | {"late": True, "thresholds": thresholds * repeats}
+    ranks = run_ranks(tmp_path, small_folder, world_size, [case])
+    expected = simulated(small_folder, case)
+    for (found,) in ranks:
+        assert found["steps"] == expected
+    for (first,), (second,) in zip(ranks[: world_size // 2], ranks[world_size // 2 :], strict=True):
+        assert first["cache"] == second["cache"]
+    accepted = sum(hit for step in expected for layer in step["hits"] for hit in layer)
+    print(f"{accepted} of {3 * len(expected)} layers accepted; x taken: {[found['taken'] for (found,) in ranks]}")
+    assert 0 < ranks[0][0]["taken"] < accepted < 3 * len(expected)

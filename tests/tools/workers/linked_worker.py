@@ -2,7 +2,8 @@
 
 Run as `linked_worker.py FOLDER`: reads FOLDER/spec.json, writes FOLDER/rank{RANK}.json. It holds the tokens and
 hits of each step of each case, and a hash of the cache after each case. With `"packets": true` the ranks of a group
-exchange packets through memory that their processes share.
+exchange packets through memory that their processes share. In a case that is `late`, messages leave late and their
+arrival is noted late, at random; then the layers that took x of the other group are counted, too.
 """
 
 from __future__ import annotations
@@ -11,11 +12,15 @@ import hashlib
 import json
 import mmap
 import os
+import random
 import runpy
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -31,6 +36,7 @@ from alspec.runtime.cache.kv_cache import KVCache
 from alspec.runtime.decode.hooks import no_hook
 from alspec.runtime.decode.prefill import prefill
 from alspec.runtime.distributed import host_memory
+from alspec.runtime.distributed.pair_link import PairLink
 from alspec.runtime.distributed.placement import PeerMemory, Placement
 from alspec.runtime.distributed.transport import Transport, connect_store
 from alspec.runtime.engine.composition import build_captured_step
@@ -62,6 +68,27 @@ def share_memory_of_the_host() -> None:
         return found
 
     host_memory._pin, InterpretedFunction.__call__ = pin, call
+
+
+@contextmanager
+def late_messages(placement: Placement) -> Iterator[None]:
+    """Send some messages late, and leave some that have arrived unnoticed for a while.
+
+    The verifier is later, as on a GPU, so that the speculator is ahead of it now and then.
+    """
+    draw, send, poll = random.Random(placement.rank), PairLink.send, PairLink.poll
+    delays = [0, 0, 0, 0.02] if placement.group else [0, 0.02, 0.1]
+
+    def late_send(link: PairLink, message: torch.Tensor) -> None:
+        time.sleep(draw.choice(delays))
+        send(link, message)
+
+    def late_poll(link: PairLink) -> None:
+        if draw.random() < 0.5:
+            poll(link)
+
+    with mock.patch.object(PairLink, "send", late_send), mock.patch.object(PairLink, "poll", late_poll):
+        yield
 
 
 class Script:
@@ -102,7 +129,7 @@ def run_case(model: Llama, transport: Transport, case: dict[str, Any], has_packe
     policy: Any = Script(case["kinds"]) if "kinds" in case else None
     captured = build_captured_step(model, cache, transport, memory, False, no_hook, speculation, policy)
     assert (captured._decoder.exchange.packets is not None) == has_packets
-    found = []
+    found, taken = [], 0
     for threshold in case["thresholds"]:
         forced = torch.tensor(threshold["forced"], dtype=torch.int32) if "forced" in threshold else None
         captured.speculate(float(threshold["value"]), forced)
@@ -115,11 +142,13 @@ def run_case(model: Llama, transport: Transport, case: dict[str, Any], has_packe
         for step in range(threshold["steps"]):
             live = [step < limit for limit in case["live_steps"]]
             record = captured.step(threshold["steps"] - step, live)
+            taken += int(captured._decoder.pair.gates[0, : config.num_layers, 0].sum())
             hits = None if record.hits is None else record.hits.int().tolist()
             made = [token for (token,) in record.token_ids]
             found.append({"tokens": made, "hits": hits, "fault": record.fault | fault})
     assert policy is None or policy.recorded == sum(case["kinds"])
-    return {"steps": found, "cache": digest(cache)}
+    counted = {"taken": taken} if case.get("late") else {}
+    return {"steps": found, "cache": digest(cache)} | counted
 
 
 def main(folder: Path) -> None:
@@ -131,7 +160,10 @@ def main(folder: Path) -> None:
     model = load_model(Path(spec["model"]), transport)
     if spec["packets"]:
         share_memory_of_the_host()
-    results = [run_case(model, transport, case, spec["packets"]) for case in spec["cases"]]
+    results = []
+    for case in spec["cases"]:
+        with late_messages(placement) if case.get("late") else nullcontext():
+            results.append(run_case(model, transport, case, spec["packets"]))
     (folder / f"rank{placement.rank}.json").write_text(json.dumps(results))
     transport.barrier()
     transport.close()

@@ -2,17 +2,18 @@
 
 Run as `step_worker.py FOLDER` with torchrun's variables except MASTER_PORT; reads FOLDER/spec.json, writes
 FOLDER/rank{RANK}.json. A case has a name, a threshold, prompts, `max_new_tokens` of each request, and perhaps `eos`,
-`sampling`, and `slow_us`, a delay of full attention and post-attention.
+`sampling`, `slow_us`, a delay of full attention and post-attention, and `late_us`, the longest delay of a message.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import random
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,6 +21,7 @@ from unittest import mock
 import torch
 
 from alspec.config import EngineConfig, SamplingConfig, SpeculationConfig
+from alspec.runtime.distributed.transport import Transport
 from alspec.runtime.engine.engine import Engine
 from alspec.runtime.engine.generation import Generation, IdDecoder, Request
 from alspec.runtime.profiling.timeline import Timeline
@@ -39,6 +41,25 @@ def slowed(seconds: float) -> Callable[..., AbstractContextManager[None]]:
     return slow_span
 
 
+@contextmanager
+def late_messages(longest_s: float) -> Iterator[None]:
+    """Delay every third message, at random: those between the groups and those inside a group."""
+    draw = random.Random(int(os.environ["RANK"]))
+
+    def late(exchange: Callable[..., Any]) -> Callable[..., Any]:
+        def wait_first(*args: Any) -> Any:
+            if draw.random() < 1 / 3:
+                time.sleep(draw.random() * longest_s)
+            return exchange(*args)
+
+        return wait_first
+
+    with ExitStack() as stack:
+        for name in ("send", "gather_partials", "all_gather_group"):
+            stack.enter_context(mock.patch.object(Transport, name, late(getattr(Transport, name))))
+        yield
+
+
 def run_case(engine: Engine, case: dict[str, Any]) -> dict[str, Any]:
     """Generate one batch. `load` resets the decode step and its priorities."""
     prompts = case["prompts"]
@@ -51,7 +72,8 @@ def run_case(engine: Engine, case: dict[str, Any]) -> dict[str, Any]:
         for ids, sampling in zip(prompts, samplings, strict=True)
     ]
     generation = Generation(requests)
-    with mock.patch.object(Timeline, "span", slowed(case.get("slow_us", 0) / 1e6)):
+    slow_span = mock.patch.object(Timeline, "span", slowed(case.get("slow_us", 0) / 1e6))
+    with slow_span, late_messages(case.get("late_us", 0) / 1e6):
         for _ in engine._generate(engine._own(generation), generation, samplings[0], None):
             pass
     return {
