@@ -141,7 +141,7 @@ class EngineConfig(Schema):
     speculation: SpeculationConfig = Field(default=SpeculationConfig(), description="attention-level speculation")
     draft: Drafter = Field(
         default="off",
-        description="draft tokens and verify them together; the text stays the same. ngram: what followed the newest "
+        description="draft tokens, which the model verifies together. ngram: what followed the newest "
         "tokens before; self: the model with the attention of A~; model:DIR: a smaller checkpoint, same tokenizer",
         json_schema_extra={"metavar": "off|ngram|self|model:DIR"},
     )

@@ -81,8 +81,8 @@ def _plan(config: GenerateConfig, link_us: float) -> None:
     for flag, path in (("--json", config.json_file), ("--trace", config.trace)):
         if path is not None:
             raise UserError(f"flags: {flag}: --plan generates nothing to write there; leave one of them out")
-    of_answers = {*SamplingConfig.model_fields} | {"chat", "system", "color"}
-    given = {"answers" if name == "n" else name for name in config.model_fields_set & {*PROMPTS, *of_answers}}
+    answer_keys = {*SamplingConfig.model_fields} | {"chat", "system", "color"}
+    given = {"answers" if name == "n" else name for name in config.model_fields_set & {*PROMPTS, *answer_keys}}
     if "mode" in config.speculation.model_fields_set:
         given |= {"speculation"}
     if Placement.from_environment().rank != 0:  # once, not by every rank of torchrun

@@ -20,7 +20,7 @@ def link(rows: list[dict[str, Any]], of_hosts: list[dict[str, Any]], of_two: dic
     )
     text_of_hosts = (
         "2 + 2 GPUs: peer memory inside a group, TCP between the groups, each of which is a host to NCCL (HOST is 0 and"
-        " 1). The rows of two GPUs alone are those above."
+        " 1). The rows of two GPUs alone are those of [Decode steps](#decode-steps)."
     )
     return "\n\n".join(
         ["## Pairs over TCP", text, provenance(*rows), against_one(rows),

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from codec_tables import READING, READING_TEXT, SPEC_COLUMN, alone, faster_than_bf16, quantised, short_quantised
 from draft_table import accepted, drafts, parted
 from link_table import against_one, against_two, link
 from quality_tables import (
@@ -29,18 +30,13 @@ from speculation_tables import short_speculation, speculation
 from turn_table import turns
 from weight_tables import weight_products, weight_quality, weight_speculation, weight_steps, weights
 
-from alspec.config import QUANTISED_CODECS, SpeculationConfig
+from alspec.config import SpeculationConfig
 from alspec.latency_model import StepCosts, speculative_step_us
 
 OTHER_COMMIT = "\\* The pair was measured at an earlier commit than `off`."
 OTHER_PARTS = "\\*\\* The parts given to the model were measured at another commit than the pair."
 OTHER_GPU = " Those rows are from an earlier run, at an earlier commit."
 OTHER_RUN = "FlashInfer was measured in an earlier run, at an earlier commit."
-READING = "reading alone"
-READING_TEXT = (
-    "*Reading alone* is a kernel that reads the same number of bytes into shared memory and does nothing else."
-)
-SPEC_COLUMN = "with `A~` and verdict"
 GPUS = (("", ""), ("_h100", " on H100"))  # for H200 and H100: suffixes of file names and of headings
 TRANSPORTS = ("symm", "host", "nccl", "nccl without peer access")
 TWO_GPUS = {"mode": "off", "world": 2, "transport": "symm"}
@@ -67,6 +63,7 @@ def main() -> None:
         linked_pair=against_one(read("linked_pair.jsonl")),
         linked_hosts=against_two(read("linked_hosts.jsonl"), steps_of_8b(**TWO_GPUS)),
     )
+    write_between(HERE.parent / "turbo_attention.md", faster_than_bf16=faster_than_bf16(), reading_alone=alone())
     write_between(HERE.parent / "recall.md", recall_hits=short_hits(), recall_costs=short_costs())
     write_between(
         HERE.parent / "drafts.md",
@@ -387,34 +384,6 @@ def by_shape(rows: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, dict[s
     }
 
 
-def quantised(title: str, rows: list[dict[str, Any]]) -> str:
-    """Decode attention over quantised caches beside bf16, one table for each shape."""
-    if not rows:
-        return ""
-    parts = [
-        f"## {title}",
-        "p50 in microseconds, and the speed relative to the lean kernel over bf16 under the same heading. Each shape"
-        f" has two tables: plain attention, and attention {SPEC_COLUMN}. {READING_TEXT}",
-        provenance(*rows),
-    ]
-    for shape in dict.fromkeys(row["case"]["heads"] for row in rows):
-        for bench, kind in (("decode_attention", "plain"), ("speculative_decode", SPEC_COLUMN)):
-            found: dict[str, dict[int, float]] = {}
-            for row in rows:
-                if row["case"]["heads"] == shape and row["bench"] in (bench, "reading"):
-                    name = "torch SDPA, bf16" if row["impl"] == "torch.sdpa" else row["case"]["codec"]
-                    name += ", SAS" if row["impl"].endswith(".sas") else ""
-                    name += f", {READING}" if row["bench"] == "reading" else ""
-                    found.setdefault(name, {})[row["case"]["context"]] = row["us"]["p50"]
-            contexts = sorted(found["bf16"])
-            lines = [
-                [name, *(f"{us[at]:.1f} ({found['bf16'][at] / us[at]:.2f}x)" if at in us else "" for at in contexts)]
-                for name, us in found.items()
-            ]
-            parts += [f"### {shape} heads of 128, {kind}", table(["cache", *map(str, contexts)], lines)]
-    return "\n\n".join(parts)
-
-
 def prefill(title: str, rows: list[dict[str, Any]]) -> str:
     """Prefill attention over the INT8 stage beside SDPA over bf16."""
     if not rows:
@@ -583,38 +552,6 @@ def short_steps() -> str:
         tables.append(table(["GPUs, paired", "transport", "hits", *map(str, contexts)], lines))
     notes = [OTHER_COMMIT] if any("*" in cell for found in pairs.values() for cell in found.values()) else []
     return "\n\n".join([*tables, *notes, provenance(*shown.values())])
-
-
-def short_quantised() -> str:
-    """Attention alone and whole steps on one GPU, over each cache; empty if there are no rows."""
-    attention = [row for row in read("turbo_attention.jsonl") if row["case"]["heads"] == "32/8"]
-    names = ("bf16", "turbo4", "turbo-mixed")  # measured at all contexts
-    steps_of = [
-        row
-        for row in read("decode_step.jsonl")
-        if (row["case"]["shape"], row["case"]["world"], row["case"]["mode"]) == ("llama-3.1-8b", 1, "off")
-        if row["case"]["batch"] == 1 and row["case"]["cuda_graph"]
-    ]
-    parts = []
-    for title, rows in (("attention of a layer, us", attention), ("whole step, ms", steps_of)):
-        found: dict[str, dict[int, float]] = {}
-        for row in rows:
-            case, is_ours = row["case"], row["impl"].startswith("alspec")
-            is_plain = row["bench"] != "speculative_decode" and not row["impl"].endswith(".sas")
-            is_plain &= case.get("softmax", "exact") == "exact"
-            if is_ours and is_plain and case.get("text") is None:
-                codec = case.get("codec") or case["kv_cache"]
-                found.setdefault(codec, {})[case["context"]] = row["us"]["p50"] / (1 if rows is attention else 1e3)
-        if set(names) - set(found):
-            continue
-        contexts = sorted(set.intersection(*(set(found[name]) for name in names)))
-        digits = 1 if rows is attention else 2
-        lines = [
-            [name, *(f"{found[name][context]:.{digits}f}" if context in found[name] else "" for context in contexts)]
-            for name in ("bf16", *(name for name in QUANTISED_CODECS if name in found))
-        ]
-        parts += [table([title, *map(str, contexts)], lines), "", provenance(*rows), ""]
-    return "\n".join(parts[:-1])
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from alspec.kernels.attention.decode.tile_schedule import KV_BLOCK, token_ranges
 from alspec.kernels.common.jit_launch import jit_launch
 from alspec.predictor import KV_TILE, predictor_ranges, recall_lists
 
-__all__ = ["RecallState", "choose_recall_lists", "launch_choice", "recall_bytes", "recall_lists_ref"]
+__all__ = ["RecallState", "choose_recall_lists", "launch_list_choice", "recall_bytes", "recall_lists_ref"]
 
 NO_BLOCK = tl.constexpr(2**31 - 1)  # sorts behind every block
 
@@ -186,7 +186,7 @@ def choose_recall_lists(
     senders = None if senders is None else senders[layers]
     windows = None if state.windows is None else state.windows[layers]
     if lists.is_cuda:
-        launch_choice(block_lse, lse, seq_lens, chunk_size, lists, peer_lists, senders, windows=windows)
+        launch_list_choice(block_lse, lse, seq_lens, chunk_size, lists, peer_lists, senders, windows=windows)
         return
     chosen = recall_lists_ref(block_lse, lse, seq_lens, chunk_size, lists.shape[-1], windows)
     is_sender = slice(None) if senders is None else senders != 0
@@ -194,7 +194,7 @@ def choose_recall_lists(
         target[is_sender] = chosen[is_sender]
 
 
-def launch_choice(
+def launch_list_choice(
     block_lse: Tensor,
     lse: Tensor,
     seq_lens: Tensor,

@@ -30,6 +30,7 @@ __all__ = [
 ]
 
 FLASHQ, TURBOQUANT = "flashq", "turboquant"
+FLASHQ_CODECS = ("turbo4", "turbo2", "turbo-mixed")  # the format `flashq`: each head has its own bits
 
 
 class SideFormat(NamedTuple):
@@ -58,7 +59,7 @@ FORMATS = {
 
 def format_of(codec: str) -> str:
     """Return the name in `FORMATS` of a quantised `kv_cache`: `flashq` for turbo4, turbo2 and turbo-mixed."""
-    return codec if codec in FORMATS else "flashq"
+    return "flashq" if codec in FLASHQ_CODECS else codec
 
 
 def rotates_values(codec: str) -> bool:

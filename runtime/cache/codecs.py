@@ -184,7 +184,7 @@ def _layers(codec: str, config: LlamaConfig, protect: int) -> tuple[int, int]:
 
 
 def cache_name(config: EngineConfig) -> str:
-    """The codec of the cache and its protected layers, as in `turboquant3, 2 layers at each end bf16`."""
+    """The codec of the cache and its protected layers, as in `turboquant3, 2 layers at each end in bf16`."""
     protected = f", {config.kv_protect} layers at each end in {config.dtype or 'bf16'}" if config.kv_protect else ""
     return config.kv_cache + protected
 

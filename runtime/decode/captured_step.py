@@ -203,8 +203,8 @@ class CapturedStep:
         """See `DecodeStep.recent_kinds`."""
         return "".join(self._recent)
 
-    def catch_up(self, launched: int, kinds: str) -> None:
-        """Launch the steps that other ranks have launched: each step needs all ranks. See `DecodeStep.catch_up`."""
+    def launch_missing(self, launched: int, kinds: str) -> None:
+        """Launch what other ranks have launched: each step needs all ranks. See `DecodeStep.launch_missing`."""
         while self._main.graph is not None and self._launched < launched:
             is_alone = kinds[self._launched - launched] == ALONE
             self._launch(self._alone if is_alone and self._alone is not None else self._main)

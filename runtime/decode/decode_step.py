@@ -42,8 +42,8 @@ class StepRecord:
         """(drafts, accepted ones) of each live request, default all; empty if the step never drafts."""
         if self.drafts is None:
             return []
-        of_requests = zip(self.drafts, self.token_ids, live or [True] * len(self.drafts), strict=True)
-        return [(count, len(ids) - 1) for count, ids, is_live in of_requests if is_live]
+        requests = zip(self.drafts, self.token_ids, live or [True] * len(self.drafts), strict=True)
+        return [(count, len(ids) - 1) for count, ids, is_live in requests if is_live]
 
 
 class DecodeStep(Protocol):
@@ -114,7 +114,7 @@ class DecodeStep(Protocol):
             live: [B], requests that are still generating; only these count in verdicts. None: all requests.
         """
 
-    def catch_up(self, launched: int, kinds: str) -> None:
+    def launch_missing(self, launched: int, kinds: str) -> None:
         """Launch the steps that another rank has launched ahead, before anything waits for the device.
 
         Args:

@@ -156,10 +156,11 @@ class Decoder:
     first_timeout_ns: ClassVar[int] = STEP_TIMEOUT_NS  # of the first all-reduce
     timeout_ns: ClassVar[int] = TIMEOUT_NS  # of the others, and of the logits
     spare_sms: ClassVar[int] = 0  # SMs that attention leaves free
+    completes_blocks: ClassVar[bool] = True  # full tails of a quantised cache become records behind the layers
 
     @property
     def rows(self) -> int:
-        """Rows of each request: tokens that a step adds to its text."""
+        """Rows of each request that a step computes: 1, or those of a round."""
         return 1
 
     def __post_init__(self) -> None:
@@ -289,8 +290,9 @@ class Decoder:
         )  # fmt: skip
 
     def logits(self) -> None:
-        """Compact full tails. Then compute the logits of all vocabulary shards, and the most likely tokens."""
-        self.cache.compact()
+        """Complete blocks. Then compute the logits of all vocabulary shards, and the most likely tokens."""
+        if self.completes_blocks:
+            self.cache.compact()
         self._project_logits()
 
     def _project_logits(self) -> None:

@@ -213,8 +213,8 @@ class EagerStep:
         tokens = [[token] for token in self._token_ids]
         return StepRecord(tokens, result.hits, (time.perf_counter() - started) * 1e6, 0, logprobs)
 
-    def catch_up(self, launched: int, kinds: str) -> None:
-        """Do nothing: no eager step is ever in flight. See `DecodeStep.catch_up`."""
+    def launch_missing(self, launched: int, kinds: str) -> None:
+        """Do nothing: no eager step is ever in flight. See `DecodeStep.launch_missing`."""
 
     def release(self) -> None:
         """Do nothing: there is no graph. See `DecodeStep.release`."""

@@ -1,6 +1,6 @@
 """The composition root: mode, device, peer memory and decoder of an engine are chosen and put together here.
 
-`choose` takes no device memory and finds the user's mistakes. Every rank calls the other functions.
+`choose` takes no device memory and finds the user's mistakes. Every rank calls the functions that get a `Transport`.
 """
 
 from __future__ import annotations

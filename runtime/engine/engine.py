@@ -128,7 +128,7 @@ class Engine(Resources):
         with self.heartbeat.waiting(f"the start of generation {self._generations + 1}"):
             # First, because all ranks must refuse the same prompts.
             self.agreement.require_same({"prompt": spelled(prompt)} | settings)
-            self._catch_up(self.agreement.exchange)
+            self._launch_missing(self.agreement.exchange)
             tokenizer = partial(self.text_tokenizer, "give token ids")
             self.check_sampling(sampling)
             prompts = rows_of(encode_prompts(prompt, tokenizer, self.max_total_tokens), sampling.n)
@@ -139,8 +139,8 @@ class Engine(Resources):
             if self.model.set_total_length(needed):
                 self._kept.forget()  # its keys have other rotary frequencies
             # A call that was interrupted may have ended at another token on each rank.
-            of_ranks = map(json.loads, self.agreement.exchange(json.dumps(self._kept.reusable(prompts))))
-            reused = [min(of_request) for of_request in zip(*of_ranks, strict=True)]
+            reusable = map(json.loads, self.agreement.exchange(json.dumps(self._kept.reusable(prompts))))
+            reused = [min(by_rank) for by_rank in zip(*reusable, strict=True)]
             reused = [reused[row - row % sampling.n] for row in range(batch_size)]  # other answers are copied
         requests = requests_of(prompts, sampling, self.tokenizer, self.model_config)
         made = Generation(requests, num_answers=sampling.n, reused_tokens=reused)

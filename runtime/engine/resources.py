@@ -167,7 +167,7 @@ class Resources:
         if self.memory is not None:  # a draft model's cache, too
             held = self._weights_bytes + self.memory.cache_bytes
         with self.heartbeat.waiting("load"):
-            self._catch_up(self.agreement.exchange)
+            self._launch_missing(self.agreement.exchange)
             # The rank with the least memory decides for all.
             own = available_bytes(self.device, placement.local_world_size) + held
             available = min(map(int, self.agreement.exchange(str(own))))
@@ -225,7 +225,7 @@ class Resources:
                 captured.release()
         self.decode_step = self._append = None
 
-    def _catch_up(self, exchange: Callable[[str], list[str]]) -> None:
+    def _launch_missing(self, exchange: Callable[[str], list[str]]) -> None:
         """Launch the steps that other ranks have launched ahead, before anything waits for the device.
 
         Ranks that were interrupted at different places also agree on how often they have begun something.
@@ -240,7 +240,7 @@ class Resources:
         self._generations, self._attempts = max(generations), max(attempts)
         launched, kinds = max(zip(steps, kinds_of, strict=True))
         if step is not None:
-            step.catch_up(launched, kinds)
+            step.launch_missing(launched, kinds)
 
     def _load_model(self) -> None:
         config, placement = self.model_config, self.placement
@@ -338,7 +338,7 @@ class Resources:
     def _close_together(self, transport: Transport) -> None:
         """The part of `close` that every rank runs, if all ranks close."""
         with self.heartbeat.waiting("close"):
-            self._catch_up(lambda own: self.agreement.gather_within("launched", own, TIMEOUT.total_seconds()))
+            self._launch_missing(lambda own: self.agreement.gather_within("launched", own, TIMEOUT.total_seconds()))
             transport.barrier()
         # Graphs first, then the memory of packets, then process groups: NCCL waits for graphs that refer to it.
         self._release()

@@ -22,7 +22,7 @@ def copy_results(folder: Path) -> Path:
     """Copy what the tables read and write into `folder`."""
     shutil.copytree(ROOT / "docs" / "results", folder / "docs" / "results")
     shutil.copy(ROOT / "README.md", folder)
-    for page in ("performance.md", "recall.md", "drafts.md", "weights.md"):
+    for page in ("performance.md", "turbo_attention.md", "recall.md", "drafts.md", "weights.md"):
         shutil.copy(ROOT / "docs" / page, folder / "docs")
     return folder
 

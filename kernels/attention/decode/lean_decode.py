@@ -176,7 +176,8 @@ def lean_decode_attention(
 
         o = softmax(sm_scale q K^T) V,   lse = log2 sum_t 2^(sm_scale log2(e) q.k_t)
 
-    With `speculation`, first `A~` over sink and window is written, then `A` and the sums of their distance.
+    With `speculation`, `A~` over sink, window and recalled blocks is written first, then `A` and the sums of their
+    distance.
     Oracles: `decode_attention_ref`, `speculative_decode_attention_ref`.
 
     Args:

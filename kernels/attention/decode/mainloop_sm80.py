@@ -256,14 +256,14 @@ def lean_decode_kernel(
     v_ptr,
     capacity,
     seq_lens_ptr,  # [B] int32
-    # [B, Hkv * HEADS_PER_KV, head_dim], or [SPEC_PARTS, ...] with parts; int64 LL packets with an epoch. May be the
-    # paired rank's mailbox.
+    # [B, Hkv * HEADS_PER_KV, head_dim], or [P, ...] with P = SPEC_PARTS + RECALL_PARTS parts; int64 LL packets with an
+    # epoch. May be the paired rank's mailbox.
     spec_out_ptr,
-    spec_lse_ptr,  # [SPEC_PARTS, B, Hkv * HEADS_PER_KV] int64 LL packets; None with one part
+    spec_lse_ptr,  # [P, B, Hkv * HEADS_PER_KV] int64 LL packets; None with one part
     epoch_ptr,  # [1] int32 if A~ is sent as LL packets, or None
-    # [G + (1 + SPEC_PARTS) B Hkv, HEADS_PER_KV, D] fp32 partials: those of runs, then the parts of A~ of each output
+    # [G + (1 + P) B Hkv, HEADS_PER_KV, D] fp32 partials: those of runs, then the parts of A~ of each output
     o_partial_ptr,
-    lse_partial_ptr,  # [G + (1 + SPEC_PARTS) B Hkv, HEADS_PER_KV] fp32
+    lse_partial_ptr,  # [G + (1 + P) B Hkv, HEADS_PER_KV] fp32
     gate_ptr,  # [1] int32 or None
     recalled_ptr,  # [B, Hkv, RECALL] int32, blocks in ascending order, then -1; or None
     block_lse_ptr,  # [B, Hkv, NB, 4, HEADS_PER_KV] fp32, written: log2 of the weights of every 16 tokens; or None
@@ -423,8 +423,8 @@ def lean_decode_kernel(
 @triton.jit(do_not_specialize=["num_requests", "sliding_window"])
 def lean_combine_kernel(
     seq_lens_ptr,  # [B] int32
-    o_partial_ptr,  # [G + (1 + SPEC_PARTS) B Hkv, HEADS_PER_KV, D] fp32, from the attention kernel
-    lse_partial_ptr,  # [G + (1 + SPEC_PARTS) B Hkv, HEADS_PER_KV] fp32
+    o_partial_ptr,  # [G + (1 + P) B Hkv, HEADS_PER_KV, D] fp32, from the attention kernel; P parts of A~
+    lse_partial_ptr,  # [G + (1 + P) B Hkv, HEADS_PER_KV] fp32
     out_ptr,  # [B, Hkv * HEADS_PER_KV, head_dim]
     lse_ptr,  # [B, Hkv * HEADS_PER_KV] fp32
     sums_ptr,  # [B, Hkv * HEADS_PER_KV * SLICES, 2] fp32: dist2, norm2; or None

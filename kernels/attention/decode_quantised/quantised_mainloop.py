@@ -210,7 +210,7 @@ def _attend_item(
         else:
             maxima, state, parity = attend_blocks(
                 maxima, state, query, qk_scale, records, scales, blocks, block_lse, first_visible, cutoff, buffers,
-                parity, FORMAT, HEADS_PER_KV, HEADS, 4, WARPS, D, SAS, BULK,
+                parity, FORMAT, HEADS_PER_KV, HEADS, 4, WARPS, D, SAS, BULK,  # 4: not read unless `has_own_bits`
             )  # fmt: skip
     o, lse = combine_warps(buffers, maxima, state, HEADS, WARPS, D, BULK)
     return o, lse, parity, query_parity
@@ -227,13 +227,14 @@ def quantised_decode_kernel(
     tail_ptr,  # [B, Hkv, 2, 64, D / 4] int32
     tail_scale_ptr,  # [B, Hkv, 2] fp32
     seq_lens_ptr,  # [B ROWS] int32; rows of a request end in the same block of 64: all read the records before it
-    # [B, Hkv * HEADS_PER_KV, D], or with an epoch [SPEC_PARTS, ...] LL packets; may be the paired rank's memory
+    # [B, Hkv * HEADS_PER_KV, D], or with an epoch [P, ...] LL packets of P = SPEC_PARTS + RECALL_PARTS parts; may be
+    # the paired rank's memory
     spec_out_ptr,
-    spec_lse_ptr,  # [SPEC_PARTS, B, Hkv * HEADS_PER_KV] LL packets; None with one part
+    spec_lse_ptr,  # [P, B, Hkv * HEADS_PER_KV] LL packets; None with one part
     epoch_ptr,  # [1] int32: A~ is sent as LL packets; or None
-    # [G + (1 + SPEC_PARTS) OUTPUTS, HEADS_PER_KV, D] fp32 partials: of the runs, then for each output the parts of A~
+    # [G + (1 + P) OUTPUTS, HEADS_PER_KV, D] fp32 partials: of the runs, then for each output the parts of A~
     o_partial_ptr,
-    lse_partial_ptr,  # [G + (1 + SPEC_PARTS) OUTPUTS, HEADS_PER_KV] fp32
+    lse_partial_ptr,  # [G + (1 + P) OUTPUTS, HEADS_PER_KV] fp32
     gate_ptr,  # [1] int32 or None
     recalled_ptr,  # [B, Hkv, RECALL] int32, blocks in ascending order, then -1; or None
     block_lse_ptr,  # [B BUNDLES, Hkv, NB of its own, 4, HEADS_PER_KV] fp32: log2 of the weights of each block; or None
@@ -426,8 +427,8 @@ def partials_to_combine(
 @triton.jit(do_not_specialize=["chunk_blocks", "sliding_window"])
 def quantised_combine_kernel(
     seq_lens_ptr,  # [B ROWS] int32
-    o_partial_ptr,  # [G + (1 + SPEC_PARTS) OUTPUTS, HEADS_PER_KV, D] fp32, of `quantised_decode_kernel`
-    lse_partial_ptr,  # [G + (1 + SPEC_PARTS) OUTPUTS, HEADS_PER_KV] fp32
+    o_partial_ptr,  # [G + (1 + P) OUTPUTS, HEADS_PER_KV, D] fp32, of `quantised_decode_kernel`; P parts of A~
+    lse_partial_ptr,  # [G + (1 + P) OUTPUTS, HEADS_PER_KV] fp32
     out_ptr,  # [B, Hkv * HEADS_PER_KV, D]; with rows [B ROWS, Hkv * HEADS_PER_KV / TOGETHER, D]
     lse_ptr,  # the same without D, fp32
     sums_ptr,  # [B, Hkv * HEADS_PER_KV * SLICES, 2] fp32: dist2, norm2; or None

@@ -355,8 +355,8 @@ class CapturedRoundStep:
         """See `DecodeStep.recent_kinds`."""
         return "".join(self._recent)
 
-    def catch_up(self, launched: int, kinds: str) -> None:
-        """Launch the rounds that other ranks have launched: each needs all ranks. See `DecodeStep.catch_up`.
+    def launch_missing(self, launched: int, kinds: str) -> None:
+        """Launch the rounds that other ranks have launched: each needs all ranks. See `DecodeStep.launch_missing`.
 
         This rank cannot choose their kinds: it may have read fewer rounds than the others when an interrupt came.
         """

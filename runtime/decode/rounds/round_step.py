@@ -138,8 +138,8 @@ class RoundStep:
         self._seq_lens = [length + count for length, count in zip(self._seq_lens, tokens, strict=True)]
         return StepRecord(emitted, None, (time.perf_counter() - started) * 1e6, 0, logprobs, offered)
 
-    def catch_up(self, launched: int, kinds: str) -> None:
-        """Do nothing: no eager step is ever in flight. See `DecodeStep.catch_up`."""
+    def launch_missing(self, launched: int, kinds: str) -> None:
+        """Do nothing: no eager step is ever in flight. See `DecodeStep.launch_missing`."""
 
     def release(self) -> None:
         """Do nothing: there is no graph. See `DecodeStep.release`."""

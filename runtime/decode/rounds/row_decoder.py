@@ -6,6 +6,7 @@ Shapes: B requests, W rows of each, L layers, Hq and Hkv query and KV heads of t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from torch import Tensor
 from alspec.kernels.attention.decode.combine import num_sums
 from alspec.kernels.attention.decode.lean_decode import SpecOutput
 from alspec.kernels.attention.dispatch import attend, attend_rows, rows_together
-from alspec.kernels.attention.recall import RecallState, launch_choice
+from alspec.kernels.attention.recall import RecallState, launch_list_choice
 from alspec.kernels.rounds.round_state import RoundRowBuffers, RoundState
 from alspec.runtime.decode.decoder import Decoder
 
@@ -31,12 +32,16 @@ class RowDecoder(Decoder):
     recall: RecallState | None = None  # lists of the drafter `self`, chosen from what this attention leaves
     chunk_size: int = 0  # S of that drafter
 
+    completes_blocks: ClassVar[bool] = False
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        is_ring = any(self.cache.is_ring(layer) for layer in range(len(self.cache.layers)))
+        assert not is_ring, "a rejected row would replace a token that is still read"
         if self.recall is not None:
             # Weights of blocks, of neighbouring layers with the same bundles of rows.
-            self._weights = [(layers, self._new_weights(layers)) for layers in self._alike_layers()]
-            self._weights_of = [weights for _, stacked in self._weights for weights in stacked]
+            self._block_weights = [(layers, self._new_block_weights(layers)) for layers in self._alike_layers()]
+            self._layer_block_weights = [weights for _, stacked in self._block_weights for weights in stacked]
             self._lse = torch.zeros(len(self.cache.layers), *self.buffers.lse.shape, device=self.buffers.lse.device)
 
     @property
@@ -49,24 +54,20 @@ class RowDecoder(Decoder):
         buffers, cache, rows = self.buffers, self.cache, self.round_rows
         lse, block_lse = buffers.lse, None
         if self.recall is not None:
-            lse, block_lse = self._lse[layer], self._weights_of[layer]
+            lse, block_lse = self._lse[layer], self._layer_block_weights[layer]
         # With several rows, the first tile may hold tokens that the projection before is still writing.
         attend_rows(
             buffers.q, cache.layers[layer], rows.row_lens, rows.last_lens, cache.sm_scale, cache.workspace(layer),
             buffers.attn_out, lse, block_lse, prefetch_before_wait=self.rows == 1,
         )  # fmt: skip
 
-    def logits(self) -> None:
-        """Logits of all rows; tails of the cache stay as they are."""
-        self._project_logits()
-
     def commit(self, state: RoundState) -> None:
         """After acceptance: full tails become records, and attention of the last accepted row chooses recall lists."""
         self.kv_cache.compact(state.committed)
         if self.recall is None:
             return
-        for layers, weights in self._weights:
-            launch_choice(
+        for layers, weights in self._block_weights:
+            launch_list_choice(
                 weights, self._lse[layers], state.committed, self.chunk_size, self.recall.lists[layers],
                 chosen_rows=state.accepted, rows=self.rows, together=self._bundles(layers.start)[1],
                 windows=None if self.recall.windows is None else self.recall.windows[layers],
@@ -83,7 +84,7 @@ class RowDecoder(Decoder):
         changes = [i for i in range(1, count) if self._bundles(i) != self._bundles(i - 1)]
         return [slice(*ends) for ends in zip([0, *changes], [*changes, count], strict=True)]
 
-    def _new_weights(self, layers: slice) -> Tensor:
+    def _new_block_weights(self, layers: slice) -> Tensor:
         """Room for the weights of blocks as `attend_rows` writes them, of layers with the same bundles of rows."""
         assert self.recall is not None
         bundles, together = self._bundles(layers.start)
@@ -102,6 +103,8 @@ class DraftDecoder(Decoder):
     chunk_size: int
     recall: RecallState | None
 
+    completes_blocks: ClassVar[bool] = False
+
     def __post_init__(self) -> None:
         super().__post_init__()
         shape = self.buffers.q.shape
@@ -116,7 +119,3 @@ class DraftDecoder(Decoder):
             buffers.q, cache.layers[layer], cache.lengths(layer), cache.sm_scale, cache.workspace(layer),
             buffers.attn_out, buffers.lse, speculation, "predictor", prefetch_before_wait=not cache.is_ring(layer),
         )  # fmt: skip
-
-    def logits(self) -> None:
-        """Logits of the drafts; tails of the cache stay as they are."""
-        self._project_logits()

@@ -14,7 +14,7 @@ from tiers import fast
 from torch import Tensor
 
 from alspec.kernels.attention.decode.lean_decode import RecallBuffers
-from alspec.kernels.attention.recall import RecallState, choose_recall_lists, launch_choice, recall_lists_ref
+from alspec.kernels.attention.recall import RecallState, choose_recall_lists, launch_list_choice, recall_lists_ref
 from alspec.kernels.attention.torch_attention import combine_partials, predictor_attention
 from alspec.kernels.attention.torch_recall import recalled_attention, rest_block_lse
 from alspec.predictor import block_masses, predictor_ranges, recall_lists
@@ -244,7 +244,9 @@ def test_choice_of_lists(device: torch.device, seed: int, windows: tuple[int | N
     expected = recall_lists_ref(state.block_lse.cpu(), state.lse.cpu(), lengths, S, count, own_windows)
     assert torch.equal(state.lists.cpu(), expected)
     launched, peer = torch.full_like(state.lists, -7), torch.full_like(state.lists, -7)
-    launch_choice(state.block_lse, state.lse, lengths.int().to(device), S, launched, peer, None, windows=state.windows)
+    launch_list_choice(
+        state.block_lse, state.lse, lengths.int().to(device), S, launched, peer, None, windows=state.windows
+    )
     assert torch.equal(launched.cpu(), expected)
     assert torch.equal(peer.cpu(), expected)
     for layer in range(num_layers):
@@ -276,7 +278,7 @@ def test_one_row_of_each_request_chooses(rows: int, together: int, device: torch
     stored = by_row.unflatten(2, (bundles, together)).permute(0, 1, 2, 4, 5, 6, 3, 7).flatten(6).flatten(1, 2)
     for chosen in (torch.tensor([0, rows - 1, 1]), torch.tensor([rows - 1, rows // 2, rows - 2])):
         lists = torch.full((num_layers, batch, kv_heads, count), -7, dtype=torch.int32, device=device)
-        launch_choice(
+        launch_list_choice(
             stored.contiguous().to(device), lse.flatten(1, 2).to(device), lengths.int().to(device), S, lists,
             chosen_rows=chosen.int().to(device), rows=rows, together=together,
         )  # fmt: skip

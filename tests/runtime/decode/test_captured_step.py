@@ -281,11 +281,11 @@ def test_a_rank_catches_up_with_the_launches_of_other_ranks(setting: Setting) ->
     captured.begin([1, 2], [9, 9])
     captured.step(remaining=5)
     before = captured.launched
-    captured.catch_up(before + 2, "mm")
+    captured.launch_missing(before + 2, "mm")
     assert captured.launched == before
     captured._main.graph = Graph(captured)  # type: ignore[assignment]
     for most, launched in ((before - 1, before), (before + 2, before + 2)):
-        captured.catch_up(most, "mm")
+        captured.launch_missing(most, "mm")
         assert captured.launched == launched == int(captured._decoder.exchange.epoch) - 1
     captured._main.graph = None
     assert _run(captured, setting.prefill(), GREEDY) == expected

@@ -291,16 +291,16 @@ def test_a_rank_catches_up_with_the_steps_of_the_others(engine: Engine, monkeypa
         sent.append(own)
         return [own, '[7, "mam", 3, 9]', '[5, "m", 4, 8]']
 
-    step = SimpleNamespace(launched=5, recent_kinds="m", catch_up=lambda *most: found.append(most))
+    step = SimpleNamespace(launched=5, recent_kinds="m", launch_missing=lambda *most: found.append(most))
     monkeypatch.setattr(engine, "decode_step", step)
-    engine._catch_up(exchange)
+    engine._launch_missing(exchange)
     monkeypatch.setattr(engine, "decode_step", None)
-    engine._catch_up(exchange)
+    engine._launch_missing(exchange)
     assert found == [(7, "mam")]
     assert [json.loads(each)[:2] for each in sent] == [[5, "m"], [0, ""]]
     assert (engine._generations, engine._attempts) == (4, 9)
     calls = []
-    monkeypatch.setattr(engine, "_catch_up", lambda exchange: calls.append(exchange("3")))
+    monkeypatch.setattr(engine, "_launch_missing", lambda exchange: calls.append(exchange("3")))
     for _ in engine.stream("The old man", SAMPLING):
         pass
     assert calls == [["3"]] * 2  # for the generation, and for its cache

@@ -123,7 +123,7 @@ def test_a_rank_that_is_behind_launches_the_same_kinds(turbo_folder: Path, make_
         with mock.patch.object(first._ring, "read", interrupted), pytest.raises(KeyboardInterrupt):
             next(found[0])
         assert first.launched == second.launched + 1
-        second.catch_up(first.launched, first.recent_kinds)
+        second.launch_missing(first.launched, first.recent_kinds)
         assert second.launched == first.launched
         assert second.recent_kinds[-5:] == first.recent_kinds[-5:]
         assert first.recent_kinds.endswith("dp")
