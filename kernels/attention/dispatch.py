@@ -102,7 +102,7 @@ CacheLayer = KVLayer | QuantisedLayer
 
 
 def layer_kind(layer: CacheLayer) -> tuple[type, bool]:
-    """Return what decides over workspace and bundles of rows: layers of one kind share a workspace."""
+    """Return what decides over workspace and bundles of rows in a cache whose layers share softmax and head size."""
     return type(layer), layer.sliding_window is None
 
 
@@ -120,7 +120,7 @@ def attend_workspace(
 
     Over a quantised cache the bundles of rows of a request read the same records. With as many programs for each bundle
     and KV head, all read a record at about the same time, so that one read from memory serves them; uneven runs drift
-    apart.
+    apart. Where that would leave more than a fifth of the programs out, runs are uneven.
 
     rows: of each request, for `attend_rows`.
     """
@@ -131,7 +131,8 @@ def attend_workspace(
     bundles = layer.batch_size * -(-rows // together)
     if is_quantised and rows > 1:
         outputs = bundles * layer.num_kv_heads
-        programs -= programs % outputs if programs >= outputs else 0
+        left_out = programs % outputs
+        programs -= left_out if 5 * left_out <= programs else 0
     return LeanWorkspace.allocate(
         bundles, together * num_qo_heads, layer.num_kv_heads, layer.head_dim, device, programs
     )

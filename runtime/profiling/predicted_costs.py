@@ -7,6 +7,7 @@ import functools
 import torch
 
 from alspec.kernels.attention.decode_quantised.quantised_decode import quantised_rows_together
+from alspec.kernels.common.limits import FAST_ROWS
 from alspec.kernels.linear.decode_weight import packed_bytes
 from alspec.latency_model import LinkCosts, StepCosts, tp_step_us
 from alspec.models.llama import Shard
@@ -45,10 +46,10 @@ SEVERAL_LAYER_US = {None: (13.0, 0.4), "fp8": (4.5, 1.5), "int4": (0.0, 2.0)}
 ROWS_LAYER_US = 4.0
 ROWS_SHARE, ROW_SHARE = 0.09, 0.0145
 ROW_ALL_REDUCE_US = 0.11
-MANY_ROWS_SHARE = 0.08  # of that time, with more than MANY_ROWS rows
+MANY_ROWS_SHARE = 0.08  # of that time, with more than FAST_ROWS rows of all requests
 # Attention of several rows, as shares of the time to read the cache: over a bf16 cache with more than WIDE_COLUMNS rows
 # times query heads of a KV head; over a quantised cache for each bundle of rows but the first. Same fit, 131072 tokens.
-MANY_ROWS, WIDE_COLUMNS, WIDE_SHARE = 8, 32, 0.95
+WIDE_COLUMNS, WIDE_SHARE = 32, 0.95
 BUNDLE_SHARE = 0.61
 DRAFT_LAYER_US = 6.0  # in each layer of a draft, beyond a step of the draft model; same fit (self, model)
 PAIR_FIXED_US = 14.4  # decode_parts, fixed: 145.8 minus the time of its bytes and FIXED_US
@@ -163,7 +164,7 @@ def rows_us(
     attention_us = plain * wide * read_us("bf16")
     if plain < 1:
         attention_us += (1 - plain) * BUNDLE_SHARE * (-(-rows // together) - 1) * read_us(kv_cache)
-    weights_share = ROWS_SHARE + ROW_SHARE * further + (MANY_ROWS_SHARE if rows > MANY_ROWS else 0.0)
+    weights_share = ROWS_SHARE + ROW_SHARE * further + (MANY_ROWS_SHARE if rows * len(seq_lens) > FAST_ROWS else 0.0)
     return weights_share * weights_us + config.num_layers * layer_us + attention_us
 
 

@@ -209,7 +209,7 @@ def lean_decode_attention(
     """
     rows = 1 if row_lens is None else row_lens.shape[1]
     _check(q, k_cache, v_cache, seq_lens, speculation, phase, row_lens)
-    check_outputs(q, k_cache.shape[1], workspace, out, lse, rows, rows)
+    check_outputs(q, k_cache.shape[1], workspace, out, lse, block_lse, rows, rows)
     (num_rows, num_qo_heads, head_dim), num_kv_heads = q.shape, k_cache.shape[1]
     batch_size, columns = num_rows // rows, rows * num_qo_heads // num_kv_heads
     heads_pad = triton.next_power_of_2(columns)
@@ -326,9 +326,16 @@ def check_row_lens(row_lens: Tensor, batch_size: int, heads_per_kv: int, specula
 
 
 def check_outputs(
-    q: Tensor, num_kv_heads: int, workspace: LeanWorkspace, out: Tensor, lse: Tensor, rows: int, together: int
+    q: Tensor,
+    num_kv_heads: int,
+    workspace: LeanWorkspace,
+    out: Tensor,
+    lse: Tensor,
+    block_lse: Tensor | None,
+    rows: int,
+    together: int,
 ) -> None:
-    """Raise ValueError if `out`, `lse` or the workspace does not fit the attention of q [B rows, Hq, D].
+    """Raise ValueError if `out`, `lse`, `block_lse` or the workspace does not fit the attention of q [B rows, Hq, D].
 
     together: rows of a request that make an output, at most.
     """
@@ -341,6 +348,10 @@ def check_outputs(
     expected = LeanWorkspace.shape(bundles, together * num_qo_heads, num_kv_heads, head_dim, workspace.num_programs)
     if workspace.o.shape != expected:
         raise ValueError(f"workspace: expected partials {list(expected)}, found {list(workspace.o.shape)}")
+    if block_lse is not None:
+        fits = [bundles, num_kv_heads, block_lse.shape[2], 4, together * num_qo_heads // num_kv_heads]
+        if list(block_lse.shape) != fits or not block_lse.is_contiguous():
+            raise ValueError(f"block_lse: expected {fits}, contiguous, found {list(block_lse.shape)}")
 
 
 def check_spec_output(

@@ -195,7 +195,7 @@ def quantised_decode_attention(
     num_kv_heads = layer.num_kv_heads
     _check(q, layer, seq_lens, speculation, phase, rows)
     together = quantised_rows_together(num_qo_heads // num_kv_heads, rows, layer.softmax, layer.sliding_window)
-    check_outputs(q, num_kv_heads, workspace, out, lse, rows, together)
+    check_outputs(q, num_kv_heads, workspace, out, lse, block_lse, rows, together)
     num_bundles = batch_size // rows * -(-rows // together)
     settings = settings or quantised_settings(q.device)
     warps, spec = settings.num_warps, speculation

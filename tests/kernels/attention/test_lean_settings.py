@@ -11,7 +11,9 @@ import torch
 
 from alspec.kernels.attention import dispatch
 from alspec.kernels.attention.decode.lean_decode import LeanWorkspace, _settings, _uses_tma, spec_parts
+from alspec.kernels.attention.decode_quantised.quantised_decode import GPU_SETTINGS
 from alspec.kernels.attention.dispatch import KVLayer, attend_workspace
+from alspec.runtime.cache.quantised_cache import QuantisedCache
 
 
 @pytest.fixture
@@ -114,6 +116,27 @@ def test_attention_leaves_the_spare_sms_free(monkeypatch: pytest.MonkeyPatch) ->
     for device, spare_sms, programs in (("cuda", 0, 132), ("cuda", 20, 112), ("cpu", 20, 4)):
         sizes: Any = attend_workspace(layer, 8, torch.device(device), spare_sms)
         assert sizes == (1, 8, 2, 16, torch.device(device), programs)
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "rows", "programs"),
+    [
+        (1, 1, 264),
+        (1, 3, 256),  # 16 outputs: two bundles of two rows, 8 KV heads
+        (1, 9, 240),
+        (6, 5, 264),  # 144 outputs would leave 120 programs out
+        (32, 5, 264),  # more outputs than programs
+    ],
+)
+def test_programs_of_rows_over_a_quantised_cache(
+    batch_size: int, rows: int, programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many for each bundle of rows and KV head, unless that leaves out more than a fifth of them."""
+    monkeypatch.setattr(dispatch, "num_sms", lambda _: 132)
+    monkeypatch.setattr(dispatch, "quantised_settings", lambda _: GPU_SETTINGS)
+    monkeypatch.setattr(LeanWorkspace, "allocate", lambda *sizes: sizes[-1])
+    layer = QuantisedCache("turbo4", 1, batch_size, 8, 64, 128, torch.device("cpu")).layer(0)
+    assert attend_workspace(layer, 32, torch.device("cuda"), rows=rows) == programs
 
 
 @pytest.mark.parametrize(

@@ -119,3 +119,16 @@ def test_one_launch_serves_all_rows(
             heads_q = q[rows][request].double().unflatten(0, (KV_HEADS, -1))
             scores = 0.1 * torch.einsum("hgd,hnd->hgn", heads_q, k[request, :, : 64 * full].double())
             close(mass, scores.exp().unflatten(2, (-1, 64)).sum(3).transpose(1, 2), tolerance)
+
+
+@pytest.mark.parametrize("codec", ["bf16", "turbo4"])
+def test_weights_of_other_bundles_are_refused(codec: str, device: torch.device) -> None:
+    """Their memory could be smaller than what is written."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    layer, num_rows, heads = filled(codec, 1, 200, dtype, device, 4), 5, 4 * KV_HEADS
+    q = torch.zeros(num_rows, heads, HEAD_DIM, dtype=dtype, device=device)
+    lengths = torch.full((1, num_rows), 100, dtype=torch.int32, device=device)
+    workspace = attend_workspace(layer, heads, device, rows=num_rows)
+    lse, weights = torch.zeros(num_rows, heads, device=device), torch.zeros(num_rows, KV_HEADS, 4, 4, 4, device=device)
+    with pytest.raises(ValueError, match="block_lse: expected"):
+        attend_rows(q, layer, lengths, lengths[:, -1].contiguous(), 0.1, workspace, q, lse, weights)
