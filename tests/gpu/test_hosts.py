@@ -6,13 +6,19 @@ In fp32 tokens and verdicts are those of `simulated` on one GPU; see test_nccl.p
 from __future__ import annotations
 
 import json
+import os
+import re
+import signal
 import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from gpu_jobs import NUM_GPUS, environment, gpus, hosts, licence_ids, torchrun
-from jobs import free_port
+from jobs import GONE_WITHIN_S, free_port
 from paths import WORKERS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.multi_gpu, pytest.mark.timeout(900)]
@@ -30,21 +36,30 @@ def cases(mode: str, **engine: str) -> dict[str, Any]:
     return {"runs": [run], "batches": batches, "max_new_tokens": 24}
 
 
-def rows_of(commands: list[tuple[list[str], dict[str, str]]], folder: Path) -> list[dict[str, Any]]:
-    """Run the commands of a job side by side; returns what rank 0 wrote."""
-    logs = [folder / f"{host}.log" for host in range(len(commands))]
-    started = []
+@contextmanager
+def running(
+    commands: list[tuple[list[str], dict[str, str]]], folder: Path
+) -> Iterator[list[tuple[subprocess.Popen[bytes], Path]]]:
+    """The commands of a job, side by side, each with the file of its output; they do not outlive the block."""
+    started: list[tuple[subprocess.Popen[bytes], Path]] = []
     try:
-        for (command, variables), log in zip(commands, logs, strict=True):
+        for host, (command, variables) in enumerate(commands):
+            log = folder / f"{host}.log"
             with log.open("w") as output:
-                started.append(subprocess.Popen(command, env=variables, stdout=output, stderr=output))
-        for process, log in zip(started, logs, strict=True):
-            assert process.wait(timeout=600) == 0, log.read_text()[-3000:]
+                started.append((subprocess.Popen(command, env=variables, stdout=output, stderr=output), log))
+        yield started
     finally:
-        for process in started:
+        for process, _ in started:
             if process.poll() is None:
                 process.terminate()  # torchrun ends its ranks
                 process.wait(timeout=60)
+
+
+def rows_of(commands: list[tuple[list[str], dict[str, str]]], folder: Path) -> list[dict[str, Any]]:
+    """Run the commands of a job; returns what rank 0 wrote."""
+    with running(commands, folder) as started:
+        for process, log in started:
+            assert process.wait(timeout=600) == 0, log.read_text()[-3000:]
     return list(json.loads((folder / "out.json").read_text())["run"])
 
 
@@ -79,3 +94,46 @@ def test_two_hosts_give_the_tokens_of_one_gpu(
     assert [row["tokens"] for row in rows] == [row["tokens"] for row in reference]
     assert [row["hits"] for row in rows] == [row["hits"] for row in reference]
     assert {hit for row in rows for step in row["hits"] for layer in step for hit in layer} == {0, 1}
+
+
+def process_ids(logs: list[Path]) -> dict[int, int]:
+    """The process of each rank, once it has printed it in the middle of its steps."""
+    lines = [line for log in logs for line in log.read_text().splitlines() if line.startswith('{"rank"')]
+    return {row["rank"]: row["pid"] for row in map(json.loads, lines)}
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "transport", "rank", "sent"),
+    [
+        (2, "nccl", 1, signal.SIGKILL),
+        pytest.param(2, "nccl", 0, signal.SIGKILL, marks=pytest.mark.full),
+        pytest.param(4, "symm+nccl", 3, signal.SIGKILL, marks=pytest.mark.full),
+        pytest.param(4, "symm+nccl", 1, signal.SIGSTOP, marks=pytest.mark.full),
+    ],
+)
+def test_a_lost_rank_ends_the_job_on_both_hosts(
+    num_ranks: int, transport: str, rank: int, sent: signal.Signals, tmp_path: Path
+) -> None:
+    """In the middle of captured steps, over TCP. A host does not see the processes of the other one."""
+    if num_ranks > NUM_GPUS:
+        pytest.skip(f"needs {num_ranks} GPUs, found {NUM_GPUS}")
+    program = [str(WORKERS / name) for name in ("own_host.py", "loop_worker.py")]
+    with running(hosts(num_ranks, free_port(), [*program, "paired", transport, "endless"]), tmp_path) as started:
+        logs, deadline = [log for _, log in started], time.monotonic() + 180
+        while len(found := process_ids(logs)) < num_ranks:
+            assert time.monotonic() < deadline, [log.read_text()[-1500:] for log in logs]
+            assert all(process.poll() is None for process, _ in started), [log.read_text()[-1500:] for log in logs]
+            time.sleep(0.1)
+        time.sleep(1.5)  # a heartbeat reports a step
+        os.kill(found[rank], sent)
+        begun = time.monotonic()
+        codes = [process.wait(timeout=60) for process, _ in started]
+        assert time.monotonic() - begun < GONE_WITHIN_S
+    assert 0 not in codes
+    reported = [line for log in logs for line in log.read_text().splitlines() if line.startswith("alspec: exit")]
+    named = [
+        re.match(rf"alspec: exit 5: rank {rank} (died|stalled) at step (\d+), operation \w+", line) for line in reported
+    ]
+    assert named
+    assert all(named), reported
+    assert all(int(match[2]) >= 1 for match in named if match), reported

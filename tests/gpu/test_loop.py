@@ -76,7 +76,8 @@ FAST_LOSSES = {
         pytest.param(transport, *loss, marks=[] if loss == FAST_LOSSES[transport] else four if loss[1] == 4 else full)
         for transport in TRANSPORTS
         for loss in LOSSES
-    ],
+    ]
+    + [pytest.param("symm+nccl", "paired", 4, lost, KILL, marks=four) for lost in (1, 2)],
 )
 def test_a_lost_rank_ends_the_job_and_is_named(
     transport: str, mode: str, ranks: int, lost: int, sent: signal.Signals
@@ -109,7 +110,7 @@ def test_a_lost_rank_ends_the_job_and_is_named(
         for mode, ranks, transport, marks in (
             *(("paired", 2, "symm", []), ("paired", 2, "nccl", []), ("off", 2, "host", full)),
             *(("off", 2, "symm", full), ("paired", 2, "host", full), ("off", 2, "nccl", full)),
-            *(("paired", 4, transport, four) for transport in TRANSPORTS),
+            *(("paired", 4, transport, four) for transport in (*TRANSPORTS, "symm+nccl")),
         )
     ],
 )

@@ -1,7 +1,7 @@
 """One job over captured steps, without a fault or with one on a rank; torchrun starts it, the test reads its lines.
 
 `loop_worker.py MODE TRANSPORT CASE,CASE...`: cases follow each other on one engine; `broken` comes last, and a case
-that ends the job comes alone.
+that ends the job comes alone. `symm+nccl`: peer memory inside a group, messages over NCCL between the groups.
 """
 
 import json
@@ -40,7 +40,9 @@ PAUSED_RUNS = 8
 def main() -> int:
     mode, transport, cases = sys.argv[1:]
     try:
-        config = {"speculation": {"mode": mode, "always": True}, "dtype": "fp32", "transport": transport}
+        own, _, pair = transport.partition("+")
+        config = {"speculation": {"mode": mode, "always": True}, "dtype": "fp32"}
+        config |= {"transport": own, "pair_transport": pair or "auto"}
         engine = Engine(validate(EngineConfig, config, "worker"))
         with guarded(engine.heartbeat):
             for case in cases.split(","):
@@ -194,7 +196,7 @@ def endless(engine: Engine) -> None:
         pass
     generation = engine.generation
     assert engine.uses_graph
-    assert engine.transport_name == engine.config.transport
+    assert engine.transport_name == sys.argv[2]
     for count, _ in enumerate(engine.decode(generation.requests[0].token_ids, [len(PROMPT) + 1], 10**9)):
         if count == 50:
             sys.stdout.write(f"{json.dumps({'rank': engine.placement.rank, 'pid': os.getpid()})}\n")
