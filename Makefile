@@ -6,6 +6,8 @@ NPROC ?= 2
 # One process has no pair: it computes what a pair would, one after the other.
 SPECULATION := $(if $(filter 1,$(NPROC)),simulated,paired)
 SEED ?= 1
+# Bytecode is kept, whatever the environment says: ranks start sooner.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: generate chat test test-full test-lm-eval lint ci clean
 

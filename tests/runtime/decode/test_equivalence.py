@@ -235,7 +235,7 @@ def layer_verdicts(run: dict[str, Any]) -> list[list[bool]]:
     ]
 
 
-@pytest.mark.parametrize(("world_size", "new_tokens"), fast([(2, 150), (2, 700), (4, 400)], keep=[(2, 150)]))
+@pytest.mark.parametrize(("world_size", "new_tokens"), fast([(2, 60), (2, 700), (4, 400)], keep=[(2, 60)]))
 def test_roles_swap_over_late_messages(run_ranks: Any, make_prompt: Any, world_size: int, new_tokens: int) -> None:
     """Eager steps: a layer's verdict decides which group goes on, and each layer waits for one message.
 

@@ -44,7 +44,7 @@ def slowed(seconds: float) -> Callable[..., AbstractContextManager[None]]:
 @contextmanager
 def late_messages(longest_s: float) -> Iterator[None]:
     """Delay every third message, at random: those between the groups and those inside a group."""
-    draw = random.Random(int(os.environ["RANK"]))
+    draw = random.Random(int(os.environ.get("RANK", "0")))
 
     def late(exchange: Callable[..., Any]) -> Callable[..., Any]:
         def wait_first(*args: Any) -> Any:
