@@ -22,6 +22,7 @@ from alspec.kernels.attention.decode.lean_decode import (
     spec_parts,
 )
 from alspec.kernels.attention.decode_quantised.quantised_decode import (
+    programs_of_rows,
     quantised_decode_attention,
     quantised_recall_parts,
     quantised_rows_together,
@@ -118,10 +119,6 @@ def attend_workspace(
 ) -> LeanWorkspace:
     """Allocate the scratch memory of `attend` for all SMs but `spare_sms`; for 4 programs in the interpreter.
 
-    Over a quantised cache the bundles of rows of a request read the same records. With as many programs for each bundle
-    and KV head, all read a record at about the same time, so that one read from memory serves them; uneven runs drift
-    apart. Where that would leave more than a fifth of the programs out, runs are uneven.
-
     rows: of each request, for `attend_rows`.
     """
     sms = num_sms(device) - spare_sms if device.type == "cuda" else 4
@@ -130,9 +127,7 @@ def attend_workspace(
     together = rows_together(layer, num_qo_heads, rows)
     bundles = layer.batch_size * -(-rows // together)
     if is_quantised and rows > 1:
-        outputs = bundles * layer.num_kv_heads
-        left_out = programs % outputs
-        programs -= left_out if 5 * left_out <= programs else 0
+        programs = programs_of_rows(programs, bundles * layer.num_kv_heads)
     return LeanWorkspace.allocate(
         bundles, together * num_qo_heads, layer.num_kv_heads, layer.head_dim, device, programs
     )

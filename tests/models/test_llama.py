@@ -337,7 +337,6 @@ def test_random_weights_keep_activations_near_unit_size(tp_size: int) -> None:
 @pytest.mark.parametrize(("columns", "rows"), [(64, 301), (96, 64), (256, 1000), (577, 33)])
 def test_the_bits_of_a_row_do_not_depend_on_the_others(dtype: torch.dtype, columns: int, rows: int) -> None:
     """Neither on their number, nor on the row's place among them."""
-    torch.manual_seed(columns)
     weight, bias = torch.randn(rows, columns, dtype=dtype), torch.randn(rows, dtype=dtype)
     x = torch.randn(27, columns, dtype=dtype)
     for own in (None, bias):

@@ -57,6 +57,7 @@ from alspec.sas import Softmax
 __all__ = [
     "MAX_HEADS_PER_KV",
     "QuantisedSettings",
+    "programs_of_rows",
     "quantised_decode_attention",
     "quantised_recall_parts",
     "quantised_rows_together",
@@ -117,6 +118,17 @@ def quantised_rows_together(
     if sliding_window is not None or softmax == "sas":
         return 1
     return max(1, min(rows, MAX_HEADS_PER_KV // heads_per_kv))
+
+
+def programs_of_rows(num_programs: int, outputs: int) -> int:
+    """Return how many of `num_programs` programs compute several rows of each request.
+
+    The bundles of rows of a request read the same records. With as many programs for each output, a bundle and a KV
+    head, all read a record at about the same time, so that one read from memory serves them; uneven runs drift apart.
+    Where that would leave more than a fifth of the programs out, runs are uneven.
+    """
+    left_out = num_programs % outputs
+    return num_programs - left_out if 5 * left_out <= num_programs else num_programs
 
 
 def schedule_sizes(batch_size: int, num_kv_heads: int, num_programs: int) -> dict[str, int]:

@@ -241,7 +241,6 @@ def test_a_projection_quantises_the_k_and_v_that_it_hands_over(
     gate: int | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> None:
     """The tail has the bits that `kv_append` makes of the same k and v."""
-    torch.manual_seed(sum(shape))
     batch, _, _, num_kv_heads, head_dim = shape
     projection = Projection(*shape, dtype, device)
     layer = noisy_layer(batch, [4] * num_kv_heads, head_dim, 2, device)

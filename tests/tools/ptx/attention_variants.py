@@ -223,7 +223,7 @@ def _flashq_constants(
     together = quantised_decode.quantised_rows_together(heads_per_kv, rows, sliding_window=1 if window else None)
     bundles, programs = batch_size * -(-rows // together), 132 * settings.per_sm
     if rows > 1:
-        programs -= programs % (8 * bundles)
+        programs = quantised_decode.programs_of_rows(programs, 8 * bundles)
     return {
         "HEADS_PER_KV": together * heads_per_kv, "D": head_dim, "ROWS": rows, "TOGETHER": together,
         **quantised_decode.schedule_sizes(bundles, 8, programs), "WARPS": settings.num_warps,

@@ -52,7 +52,7 @@ FAST = {
     *("lean, head 64, batch 8", "lean, 20 x 128, batch 8", "lean combine, batch 1", "lean combine, batch 8, spec"),
     *("flashq, 7 x 64, spec", "flashq combine, batch 1", "flashq combine, spec in 2 parts"),
     *("lean, spec, recall", "lean combine, spec, recall", "recall lists"),
-    *("lean, 5 rows, batch 1", "lean, spec, recall, window"),
+    *("lean, 5 rows, batch 1", "lean, spec, recall, window", "flashq, spec, recall, window"),
     *("prefill, head 64", "reading alone", "add_rms_norm", "rotate_heads", "silu_mul", "qkv, long rows"),
     *("weights, gate_up, int4", "weights, down, fp8", "weights, unpacked, int4"),
     *("qkv, gated, tp 4, batch 8", "gate_up, gated, tp 4, batch 8", "o, tp 4, batch 8"),

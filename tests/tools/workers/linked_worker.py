@@ -1,9 +1,9 @@
 """One rank of two paired groups whose fused steps exchange messages over a link; started with torchrun's variables.
 
-Run as `linked_worker.py FOLDER`: reads FOLDER/spec.json, writes FOLDER/rank{RANK}.json. It holds the tokens and
-hits of each step of each case, and a hash of the cache after each case. With `"packets": true` the ranks of a group
-exchange packets through memory that their processes share. In a case that is `late`, messages leave late and their
-arrival is noted late, at random; then the layers that took x of the other group are counted, too.
+Run as `linked_worker.py FOLDER`: reads FOLDER/spec.json, writes FOLDER/rank{RANK}.json. It holds, for each case, tokens
+and hits of each step, how many layers took x of the other group, and a hash of the cache. With `"packets": true` the
+ranks of a group exchange packets through memory that their processes share. In a case that is `late`, messages leave
+late and their arrival is noted late, at random.
 """
 
 from __future__ import annotations
@@ -147,8 +147,7 @@ def run_case(model: Llama, transport: Transport, case: dict[str, Any], has_packe
             made = [token for (token,) in record.token_ids]
             found.append({"tokens": made, "hits": hits, "fault": record.fault | fault})
     assert policy is None or policy.recorded == sum(case["kinds"])
-    counted = {"taken": taken} if case.get("late") else {}
-    return {"steps": found, "cache": digest(cache)} | counted
+    return {"steps": found, "cache": digest(cache), "taken": taken}
 
 
 def main(folder: Path) -> None:
