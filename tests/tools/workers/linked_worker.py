@@ -1,9 +1,9 @@
 """One rank of two paired groups whose fused steps exchange messages over a link; started with torchrun's variables.
 
 Run as `linked_worker.py FOLDER`: reads FOLDER/spec.json, writes FOLDER/rank{RANK}.json. It holds, for each case, tokens
-and hits of each step, how many layers took x of the other group, and a hash of the cache. With `"packets": true` the
-ranks of a group exchange packets through memory that their processes share. In a case that is `late`, messages leave
-late and their arrival is noted late, at random.
+and hits of each step, and a hash of the cache. With `"packets": true` the ranks of a group exchange packets through
+memory that their processes share. In a case that is `late`, messages leave late and their arrival is noted late, at
+random; then it also holds how many layers took x of the other group, in which the groups differ.
 """
 
 from __future__ import annotations
@@ -147,7 +147,8 @@ def run_case(model: Llama, transport: Transport, case: dict[str, Any], has_packe
             made = [token for (token,) in record.token_ids]
             found.append({"tokens": made, "hits": hits, "fault": record.fault | fault})
     assert policy is None or policy.recorded == sum(case["kinds"])
-    return {"steps": found, "cache": digest(cache), "taken": taken}
+    counted = {"taken": taken} if case.get("late") else {}
+    return {"steps": found, "cache": digest(cache)} | counted
 
 
 def main(folder: Path) -> None:
