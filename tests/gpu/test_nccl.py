@@ -22,7 +22,11 @@ MAX_NEW_TOKENS = 24
 # run over one graph, captured at a length of 1; the last one ends at the demo checkpoint's last position. Chosen on the
 # CPU, by `simulated` at all thresholds below: the best token leads by 0.05, over quantised caches by 0.25, and there no
 # verdict is nearer than 3 % to its threshold. Rounding decides what is nearer: other codes had moved a lead by 0.03.
+# With values of 2 bits (hybrid-k4v2) leads on a GPU are others than on the CPU, whose prompts do not round weights of
+# attention to INT8: so there tokens are compared up to the first one that leads by less than LEAD. Between runs over
+# equal caches leads had differed by 0.04.
 PROMPTS = {40: 10438, 256: 7082, 319: 8814, 320: 1673, 1500: 6021, 8192 - MAX_NEW_TOKENS: 4006}
+LEAD = 0.1  # nats
 THRESHOLDS = ("0", "0.05", "0.1", "0.25", "inf")
 # Ranks that take turns on a GPU are slow, four more than two: they get fewer thresholds and prompts.
 FOUR_SHARE = NUM_GPUS < 4
@@ -62,7 +66,9 @@ class Run:
         engine["speculation"] |= recall if self.recall else {"predictor": "window"}
         engine |= {"cuda_graph": self.graph, "kv_cache": self.kv_cache, "kv_protect": self.protect}
         thresholds, sampled, long = self.thresholds_in(is_full), self.mode == "off", self.name in WITH_LONG
-        return {"name": self.name, "engine": engine, "sampled": sampled, "thresholds": thresholds, "long": long}
+        leads = self.mode == "simulated" and self.kv_cache == "hybrid-k4v2"
+        case = {"name": self.name, "engine": engine, "sampled": sampled, "thresholds": thresholds, "long": long}
+        return case | {"leads": leads}
 
 
 # The runs of the jobs with 1, 2 and 4 ranks, one after the other in each. The fast tier has every mode and transport,
@@ -151,7 +157,7 @@ WITH_LONG = (
 
 
 # Runs on one GPU that pairs over a quantised cache are compared with.
-REFERENCES = {"turbo-mixed": "turbo_simulated1", "turboquant3": "tq_simulated1", "hybrid-k4v2": "hybrid_simulated1"}
+REFERENCES = {"turbo-mixed": "turbo_simulated1", "turboquant3": "tq_simulated1"}
 
 
 def names(*modes: str, kv_cache: str = "bf16") -> list[str]:
@@ -285,9 +291,11 @@ def test_off_gives_the_same_tokens_however_it_runs(results: dict[str, list[dict]
     ),
 )
 def test_off_over_a_quantised_cache(results: dict[str, list[dict]], name: str, source: str) -> None:
-    """One GPU gives the tokens of `simulated` at lambda 0, whose kernels are others; captured equals eager."""
+    """One GPU gives the (clear) tokens of `simulated` at lambda 0, whose kernels are others; captured equals eager."""
     reference = [row for row in results[source] if "launched" in source or row["threshold"] == "0"]
-    assert [row["tokens"] for row in results[name]] == [row["tokens"] for row in reference]
+    assert [clear_tokens(row, theirs) for row, theirs in zip(results[name], reference, strict=True)] == [
+        clear_tokens(theirs, theirs) for theirs in reference
+    ]
     if "launched" in source:
         assert [row["sampled"] for row in results[name]] == [row["sampled"] for row in results[source]]
 
@@ -342,6 +350,29 @@ def test_paired_equals_simulated(results: dict[str, list[dict]], name: str) -> N
     for case, row in by_threshold(results[name]).items():
         assert row["tokens"] == reference[case]["tokens"], case
         assert row["hits"] == reference[case]["hits"], case
+
+
+def test_a_pair_over_a_hybrid_cache_gives_the_clear_tokens_of_simulated(results: dict[str, list[dict]]) -> None:
+    """And nearly all their verdicts: rounding moves a distance across its threshold now and then."""
+    reference, rows, compared = by_threshold(results["hybrid_simulated1"]), by_threshold(results["hybrid_paired2"]), 0
+    for case, row in rows.items():
+        expected = reference[case]
+        tokens = clear_tokens(row, expected)
+        assert tokens == clear_tokens(expected, expected), case
+        compared += (clear := len(tokens[0]))
+        ours, verdicts = (flat(each["hits"][: max(clear - 1, 0)]) for each in (row, expected))
+        assert sum(a == b for a, b in zip(ours, verdicts, strict=True)) >= 0.99 * len(ours), case
+    assert compared > len(rows) * MAX_NEW_TOKENS // 2
+
+
+def clear_tokens(row: dict, reference: dict) -> list[list[int]]:
+    """The tokens of a row up to the first one in the reference that leads the second most likely one by little.
+
+    All tokens if the reference has no leads. A batch has one such place: a verdict can depend on all its requests.
+    """
+    leads = [list(at_place) for at_place in zip(*reference["leads"], strict=True)]
+    clear = next((place for place, values in enumerate(leads) if min(values) < LEAD), MAX_NEW_TOKENS)
+    return [tokens[:clear] for tokens in row["tokens"]]
 
 
 @pytest.mark.parametrize(

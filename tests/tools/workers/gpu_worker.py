@@ -1,7 +1,8 @@
 """Run many prompts and thresholds in several modes, one engine after the other, and write tokens and hit maps.
 
 torchrun starts one job for each number of ranks. Prompts of one batch size share a cache and a captured graph. A run
-with a `conversation` has its turns in place of the batches: each follows the answers before it.
+with a `conversation` has its turns in place of the batches: each follows the answers before it. A run with `leads`
+writes by how much each token led the second most likely one, as conversations do.
 """
 
 import gc
@@ -60,7 +61,8 @@ def main() -> int:
 
 
 def work(engine: Engine, run: dict, cases: dict, rows: list[dict]) -> None:
-    greedy = SamplingConfig(max_new_tokens=cases["max_new_tokens"], ignore_eos=True)
+    logprobs = 2 if run.get("leads") else None
+    greedy = SamplingConfig(max_new_tokens=cases["max_new_tokens"], ignore_eos=True, logprobs=logprobs)
     for size in sorted({len(batch) for batch in cases["batches"]}):
         batches = [batch for batch in cases["batches"] if len(batch) == size]
         engine.load(size, max(len(ids) for batch in batches for ids in batch) + greedy.max_new_tokens)
@@ -79,15 +81,13 @@ def work(engine: Engine, run: dict, cases: dict, rows: list[dict]) -> None:
 
 
 def converse(engine: Engine, turns: list[list[int]], max_new_tokens: int) -> list[dict]:
-    """Rows of the turns, with their prompts and by how much each token led the second most likely one."""
+    """Rows of the turns, with their prompts."""
     how, rows, prompt = SamplingConfig(max_new_tokens=max_new_tokens, ignore_eos=True, logprobs=2), [], []
     engine.load(1, sum(map(len, turns)) + len(turns) * max_new_tokens, for_turns=True)
     for turn in turns:
         prompt = [*prompt, *turn]
         row = generate(engine, [prompt], how)
-        tops = [each.top for each in engine.generation.completions()[0].logprobs or ()]
-        leads = [top[0][1] - top[1][1] for top in tops]
-        rows.append(row | {"prompt": prompt, "leads": leads, "reused": engine.generation.reused_tokens[0]})
+        rows.append(row | {"prompt": prompt, "reused": engine.generation.reused_tokens[0]})
         prompt = [*prompt, *row["tokens"][0]]
     return rows
 
@@ -101,10 +101,12 @@ def generate(engine: Engine, batch: list[list[int]], sampling: SamplingConfig) -
     for _ in engine.stream(batch, sampling):
         pass
     generation = engine.generation
+    tops = [[each.top for each in answer.logprobs or ()] for answer in generation.completions()]
     return {
         "prompt_lens": [len(ids) for ids in batch],
         "tokens": [request.token_ids for request in generation.requests],
         "hits": [hits.int().tolist() for hits in generation.hits],
+        "leads": [[top[0][1] - top[1][1] for top in answer] for answer in tops],
         "accepted": sum(accepted for step in generation.rounds for _, accepted in step),
         "sampled": [],
         "device": engine.device.type,

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from unittest import mock
 
 import torch
@@ -19,8 +20,10 @@ import torch
 from alspec.config import EngineConfig, SamplingConfig, validate
 from alspec.errors import AlspecError, report
 from alspec.kernels.linear import push
+from alspec.kernels.linear.products import FusedProducts
 from alspec.kernels.norm import residual
 from alspec.runtime.decode import decoder
+from alspec.runtime.decode.captured_step import StepKind
 from alspec.runtime.decode.hooks import OperationHook
 from alspec.runtime.engine.engine import Engine
 from alspec.runtime.faults.guard import guarded
@@ -118,24 +121,22 @@ def pause(engine: Engine) -> None:
 
 
 def _pausing(
-    issue: Callable[[OperationHook], None], draws: random.Random, is_here: bool, places: list[tuple[str, int]]
-) -> Callable[[OperationHook], None]:
+    issue: Callable[[StepKind, OperationHook], None], draws: random.Random, is_here: bool, places: list[tuple[str, int]]
+) -> Callable[[StepKind, OperationHook], None]:
     """Launch a step as `issue` does, with a pause ahead of one operation: drawn for each step, noted in `places`.
 
     A captured step keeps the last one. Every rank draws the same place; only one rank pauses.
     """
-    operations: list[tuple[str, int]] = []
+    operations: dict[int, list[tuple[str, int]]] = {}  # of each kind of step
 
-    def note(name: str, layer: int) -> AbstractContextManager[None]:
-        operations.append((name, layer))
-        return nullcontext()
-
-    def pausing_issue(operation: OperationHook) -> None:
-        if not operations:  # the first time only compiles
-            issue(note)
+    def pausing_issue(kind: StepKind, operation: OperationHook) -> None:
+        if id(kind) not in operations:  # the first time only compiles
+            own = operations[id(kind)] = []
+            issue(kind, partial(_note, own))
             return
-        chosen, count = draws.randrange(len(operations)), 0
-        places.append(operations[chosen])
+        own, count = operations[id(kind)], 0
+        chosen = draws.randrange(len(own))
+        places.append(own[chosen])
 
         def pause_ahead(name: str, layer: int) -> AbstractContextManager[None]:
             nonlocal count
@@ -144,15 +145,20 @@ def _pausing(
             count += 1
             return operation(name, layer)
 
-        issue(pause_ahead)
+        issue(kind, pause_ahead)
 
     return pausing_issue
+
+
+def _note(operations: list[tuple[str, int]], name: str, layer: int) -> AbstractContextManager[None]:
+    operations.append((name, layer))
+    return nullcontext()
 
 
 def lost(engine: Engine) -> None:
     """Packets that never come: one partial sum of rank 1 in a group, one handover of rank 0 in a pair."""
     if engine.mode == "off" and engine.placement.rank == 1:
-        decoder.push_partial = _lose_sums
+        FusedProducts.push_partial = staticmethod(_lose_sums)
     if engine.mode == "paired" and engine.placement.rank == 0:
         decoder.reduce_norm = _lose_handover
     engine.load(1, CAPACITY)
