@@ -6,6 +6,7 @@ from typing import Any
 
 from result_rows import provenance, table
 
+DEFAULT_BLOCKS = 16  # of `--recall-blocks`
 REAL_TEXT = (
     "Drafts on SmolLM2, bf16, one GPU, verified: a passage that is repeated (copy), a function rewritten"
     " with one name replaced (edit), a book (its greedy continuation repeats itself)."
@@ -30,7 +31,7 @@ def against_plain(rows: list[dict[str, Any]]) -> str:
     plain, found = _plain_and_rounds(rows, is_real=False)
     lines = []
     for (place, *_, acceptance), row in sorted(found.items(), key=_order):
-        step, case = plain[place], row["case"]
+        step, case = _step_of(plain, place, row), row["case"]
         step_ms, round_ms = step["us"]["p50"] / 1e3, row["us"]["p50"] / 1e3
         lines.append(
             [
@@ -55,7 +56,7 @@ def with_texts(rows: list[dict[str, Any]]) -> str:
     plain, found = _plain_and_rounds(rows, is_real=True)
     lines = []
     for (place, *_), row in found.items():
-        step, case = plain[place], row["case"]
+        step, case = _step_of(plain, place, row), row["case"]
         lines.append(
             [
                 case["shape"], _drafter(row), case["text"].removesuffix(".txt"), str(case["context"]),
@@ -76,10 +77,16 @@ def _plain_and_rounds(rows: list[dict[str, Any]], is_real: bool) -> tuple[Found,
     for row in rows:
         case = row["case"]
         if row["bench"] == "decode_step":
-            plain[_place(row)] = row
+            plain[*_place(row), row["commit"]] = row
+            plain.setdefault(_place(row), row)
         elif (case["acceptance"] == "real") == is_real:
             found[_place(row), case["text"], _drafter(row), case["draft_tokens"], case["acceptance"]] = row
     return plain, found
+
+
+def _step_of(plain: Found, place: tuple[Any, ...], row: dict[str, Any]) -> dict[str, Any]:
+    """The plain step that was measured with a round, on the same machine; else the first one of its kind."""
+    return plain.get((*place, row["commit"])) or plain[place]
 
 
 def _place(row: dict[str, Any]) -> tuple[Any, ...]:
@@ -90,7 +97,9 @@ def _place(row: dict[str, Any]) -> tuple[Any, ...]:
 
 def _drafter(row: dict[str, Any]) -> str:
     draft, weights = row["case"]["draft"], _option(row, "--draft-weights")
-    return draft + (f", {weights}{' copy' if draft == 'self' else ''}" if weights else "")
+    blocks = row["case"].get("recall_blocks", DEFAULT_BLOCKS)
+    recalled = f", {blocks} recalled blocks" if draft == "self" and blocks != DEFAULT_BLOCKS else ""
+    return draft + (f", {weights}{' copy' if draft == 'self' else ''}" if weights else "") + recalled
 
 
 def _option(row: dict[str, Any], name: str) -> str:

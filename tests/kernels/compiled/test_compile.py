@@ -25,6 +25,7 @@ COVERING = [
 ]
 HOPPER = [pytest.param("fast"), pytest.param("all", marks=pytest.mark.full)]
 by_capability = pytest.mark.parametrize(("capability", "part"), COVERING)
+pytestmark = pytest.mark.timeout(900)  # the first test of a part compiles all its variants
 on_hopper = pytest.mark.parametrize("part", HOPPER)
 
 # Before the wait, a kernel may read what only the last kernel of a step writes (epoch) or it reads again later (gate).
