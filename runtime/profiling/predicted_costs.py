@@ -6,7 +6,7 @@ import functools
 
 import torch
 
-from alspec.kernels.attention.decode_quantised.quantised_decode import quantised_rows_together
+from alspec.kernels.attention.decode_quantised.quantised_decode import programs_of_rows, quantised_rows_together
 from alspec.kernels.common.limits import FAST_ROWS
 from alspec.kernels.linear.decode_weight import packed_bytes
 from alspec.latency_model import LinkCosts, StepCosts, tp_step_us
@@ -48,9 +48,10 @@ ROWS_SHARE, ROW_SHARE = 0.09, 0.0145
 ROW_ALL_REDUCE_US = 0.11
 MANY_ROWS_SHARE = 0.08  # of that time, with more than FAST_ROWS rows of all requests
 # Attention of several rows, as shares of the time to read the cache: over a bf16 cache with more than WIDE_COLUMNS rows
-# times query heads of a KV head; over a quantised cache for each bundle of rows but the first. Same fit, 131072 tokens.
+# times query heads of a KV head; over a quantised cache each bundle of rows takes a share on all PROGRAMS, and longer on
+# fewer. Same fit, 131072 tokens.
 WIDE_COLUMNS, WIDE_SHARE = 32, 0.95
-BUNDLE_SHARE = 0.61
+BUNDLE_SHARE, PROGRAMS = 0.78, 264
 DRAFT_LAYER_US = 6.0  # in each layer of a draft, beyond a step of the draft model; same fit (self, model)
 PAIR_FIXED_US = 14.4  # decode_parts, fixed: 145.8 minus the time of its bytes and FIXED_US
 HANDOVER_US = 5.4  # decode_parts, layer: 109.9 minus the time of its bytes and LAYER_US
@@ -163,7 +164,9 @@ def rows_us(
     together = quantised_rows_together(heads // kv_heads, rows, softmax)
     attention_us = plain * wide * read_us("bf16")
     if plain < 1:
-        attention_us += (1 - plain) * BUNDLE_SHARE * (-(-rows // together) - 1) * read_us(kv_cache)
+        bundles = -(-rows // together)
+        used = programs_of_rows(PROGRAMS, bundles * kv_heads * len(seq_lens)) / PROGRAMS
+        attention_us += (1 - plain) * max(BUNDLE_SHARE * bundles / used - 1, 0.0) * read_us(kv_cache)
     weights_share = ROWS_SHARE + ROW_SHARE * further + (MANY_ROWS_SHARE if rows * len(seq_lens) > FAST_ROWS else 0.0)
     return weights_share * weights_us + config.num_layers * layer_us + attention_us
 
