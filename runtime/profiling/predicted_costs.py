@@ -48,8 +48,8 @@ ROWS_SHARE, ROW_SHARE = 0.09, 0.0145
 ROW_ALL_REDUCE_US = 0.11
 MANY_ROWS_SHARE = 0.08  # of that time, with more than FAST_ROWS rows of all requests
 # Attention of several rows, as shares of the time to read the cache: over a bf16 cache with more than WIDE_COLUMNS rows
-# times query heads of a KV head; over a quantised cache each bundle of rows takes a share on all PROGRAMS, and longer on
-# fewer. Same fit, 131072 tokens.
+# times query heads of a KV head; over a quantised cache each bundle of rows takes a share on all PROGRAMS, and longer
+# on fewer. Same fit, 131072 tokens.
 WIDE_COLUMNS, WIDE_SHARE = 32, 0.95
 BUNDLE_SHARE, PROGRAMS = 0.78, 264
 DRAFT_LAYER_US = 6.0  # in each layer of a draft, beyond a step of the draft model; same fit (self, model)
