@@ -338,7 +338,7 @@ def _table(engine: Engine, rows: list[dict[str, Any]]) -> Table:
         line.setdefault(f"{case['measure']} {case['context']}", []).append(row)
     columns = list(dict.fromkeys(column for line in lines.values() for column in line))
     name = engine.config.model or "demo checkpoint"
-    table = Table(title=f"{name}, S = {engine.config.speculation.chunk_size}, {engine.dtype_name}")
+    table = Table(title=f"{name}, S = {engine.config.speculation.chunk_size}, {engine.weights_name}")
     # Show the hit rate of the longest text; if no text is scored, that of the first task.
     shown = max((column for column in columns if column.startswith("bits")), default=columns[0], key=columns.index)
     for column in ("cache", "lambda", *columns, f"hit rate, {shown}"):

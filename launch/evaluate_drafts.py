@@ -200,8 +200,9 @@ def _drafter(config: EvaluateConfig) -> str:
 def _table(config: EvaluateConfig, engine: Engine, rows: list[dict[str, Any]]) -> Table:
     """A row for each context and temperature; a column for each place of a draft."""
     name = engine.config.model or "demo checkpoint"
+    drafter = config.draft if engine.draft_weights_name is None else f"{config.draft} in {engine.draft_weights_name}"
     table = Table(
-        title=f"{name}, {config.draft}, up to {config.draft_tokens} drafts, {config.kv_cache}, {engine.dtype_name}",
+        title=f"{name}, {drafter}, up to {config.draft_tokens} drafts, {config.kv_cache}, {engine.weights_name}",
         caption="share of the drafts in each place that are accepted, over the steps that have drafts",
     )
     places = [f"place {place}" for place in range(1, config.draft_tokens + 1)]

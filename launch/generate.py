@@ -181,7 +181,7 @@ def _summary(engine: Engine) -> dict[str, Any]:
         "cuda_graph": engine.uses_graph,
         "device": torch.cuda.get_device_name(engine.device) if cuda else "CPU",
         "dtype": engine.dtype_name,
-        "weights": engine.model_config.weights_name(engine.dtype_name),
+        "weights": engine.weights_name,
         "gb_per_s": gb_per_s,
         "stream_gb_per_s": limit / 1e9,
         "share_of_limit": share,

@@ -102,7 +102,7 @@ def _row(
             "draft": config.draft.rpartition("/")[2],
             "draft_tokens": config.draft_tokens,
             "draft_weights": engine.draft_weights_name or "auto",
-            "weights": engine.model_config.weights_name(engine.dtype_name),
+            "weights": engine.weights_name,
             **({"recall_blocks": config.speculation.recalled} if config.draft == "self" else {}),
             "acceptance": acceptance,
             "always": config.draft_always,

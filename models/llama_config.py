@@ -152,18 +152,6 @@ class LlamaConfig(Frozen):
         known = ", ".join(RANDOM_SHAPES)
         raise UserError(f"random_weights: expected {known} or a folder that holds config.json, found {show(name)}")
 
-    def weights_name(self, dtype_name: str) -> str:
-        """What the weights are: how files hold them, and the dtype in which they are used."""
-        name, head = self.quantised_as, "" if self.lm_head == "auto" else f", LM head {self.lm_head}"
-        if name is None and not head:
-            return dtype_name
-        if name is not None and self.quantisation is None:
-            name = {
-                "fp8": "fp8 (a scale for each row)", "int4": "int4 (groups of 128)", "int4-g32": "int4 (groups of 32)",
-            }[name]  # fmt: skip
-        name = f"{name or dtype_name}{head}"
-        return name if self.packs_weights else f"{name}, dequantised to {dtype_name}"
-
     @property
     def quantised_as(self) -> str | None:
         """How the weights are quantised, by files or when they are read; None: they are not."""

@@ -36,6 +36,7 @@ __all__ = [
     "quantised_head",
     "unpacked_numbers",
     "weights_bytes",
+    "weights_name",
 ]
 
 MATRICES = ("qkv", "o", "gate_up", "down")
@@ -118,6 +119,21 @@ def stored_format(config: LlamaConfig, tp_size: int, layer: int, name: str) -> K
         return None
     size = columns if scheme.group_size == -1 else min(scheme.group_size, columns)
     return KeptFormat("fp8" if scheme.layout == "fp8" else "int4", size)
+
+
+def weights_name(config: LlamaConfig, tp_size: int, dtype_name: str) -> str:
+    """What the weights are: how files hold them or `--weights` quantises them, and the dtype in which they are used."""
+    name, head = config.quantised_as, "" if config.lm_head == "auto" else f", LM head {config.lm_head}"
+    if name is None and not head:
+        return dtype_name
+    if name == "fp8" and config.quantisation is None:
+        name = "fp8 (a scale for each row)"
+    elif name is not None and config.quantisation is None:
+        formats = [quantised_format(config, tp_size, matrix) for matrix in MATRICES]
+        sizes = sorted({kept.group_size for kept in formats if kept is not None})
+        name = f"int4 (groups of {' and '.join(map(str, sizes))})"
+    name = f"{name or dtype_name}{head}"
+    return name if config.packs_weights else f"{name}, dequantised to {dtype_name}"
 
 
 def kept_format(config: LlamaConfig, tp_size: int, layer: int, name: str) -> KeptFormat | None:

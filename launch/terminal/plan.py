@@ -16,6 +16,7 @@ from alspec.latency_model import linked_step_us, linked_tp_step_us, speculative_
 from alspec.models.checkpoint.source import model_config
 from alspec.models.llama import Shard
 from alspec.models.llama_config import LlamaConfig
+from alspec.models.matrix_formats import weights_name
 from alspec.runtime.cache.codecs import cache_name, check_codec, check_softmax, fit_heads
 from alspec.runtime.engine.composition import keeps_context, recalled_blocks
 from alspec.runtime.engine.drafting import (
@@ -75,7 +76,7 @@ def print_plan(config: GenerateConfig, link_us: float = LINK_US) -> None:
     context = config.max_context or model.longest_context
     packs = dtype.itemsize == 2
     named = with_weights(config, model, 1, packs)
-    weights = named.weights_name(config.dtype or model.dtype)
+    weights = weights_name(named, 1, config.dtype or model.dtype)
     weights = weights if named.quantised_as is None else f"weights {weights}"
     draft_model = draft_model_config(config)
     check_draft_tokenizer(config, model, draft_model)
@@ -115,11 +116,11 @@ def print_plan(config: GenerateConfig, link_us: float = LINK_US) -> None:
             try:
                 kept = with_weights(config, model, tp_size, packs)
                 rounds = round_size(config, kept_draft_model(config, draft_model, tp_size, packs))
+                plan = plan_memory(
+                    kept, shard, dtype, 1, context, config.kv_cache, "cuda", config.kv_protect, recalled, rounds, keeps
+                )
             except UserError:
-                continue  # a rank's inputs do not divide into groups
-            plan = plan_memory(
-                kept, shard, dtype, 1, context, config.kv_cache, "cuda", config.kv_protect, recalled, rounds, keeps
-            )
+                continue  # a rank's inputs, or those of a copy that drafts, do not divide into groups
             sizes = (plan.weights_bytes, plan.cache_bytes, plan.buffer_bytes)
             fits = sum(sizes) < H200_GIB * GIB
             step_us = _step_us(mode, kept, world_size, dtype, context, config, alone_us.get(1), link_us)

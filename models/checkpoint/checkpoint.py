@@ -332,9 +332,12 @@ def check_tensors(
                 f"found {list(entry.shape)}; use the config.json that belongs to these weights"
             )
         if entry.dtype not in tensor.dtypes:
+            advice = "use the config.json that belongs to these weights"
+            if entry.dtype in ("F8_E5M2", "F8_E8M0"):  # formats that no config.json makes readable
+                advice = "give a checkpoint with weights in F8_E4M3 and scales in 16 or 32 bits"
             raise UserError(
                 f"{files[name]}: tensor {show(name)}: wrong dtype: expected {' or '.join(tensor.dtypes)}, "
-                f"found {entry.dtype}; use the config.json that belongs to these weights"
+                f"found {entry.dtype}; {advice}"
             )
 
 

@@ -14,6 +14,7 @@ from alspec.models.checkpoint.checkpoint import Checkpoint
 from alspec.models.checkpoint.source import draft_model_source, has_tokenizer, model_config, open_tokenizer
 from alspec.models.llama import Llama, quantised_copy
 from alspec.models.llama_config import LlamaConfig
+from alspec.models.matrix_formats import weights_name
 from alspec.models.tokenizer.tokenizer import Tokenizer
 from alspec.predictor import first_lossy_length
 from alspec.runtime.cache.codecs import Cache, check_head_dim, new_cache
@@ -156,7 +157,9 @@ class Drafting:
     def weights_name(self) -> str | None:
         """What the weights of a copy, or of a quantised draft model, are; None: there is none."""
         model = self.copy_config or self.model_config
-        return None if model is None or model.quantised_as is None else model.weights_name(self.choices.dtype_name)
+        if model is None or model.quantised_as is None:
+            return None
+        return weights_name(model, self.choices.placement.tp_size, self.choices.dtype_name)
 
     def load(self, transport: Transport) -> None:
         """Read this rank's weights of a smaller model."""

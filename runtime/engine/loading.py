@@ -22,7 +22,7 @@ from alspec.models.checkpoint.source import (
 )
 from alspec.models.llama import Llama, LlamaWeights, load_weights, random_weights
 from alspec.models.llama_config import LlamaConfig
-from alspec.models.matrix_formats import MATRICES, num_packed
+from alspec.models.matrix_formats import MATRICES, num_packed, weights_name
 from alspec.models.tokenizer.tokenizer import Tokenizer
 from alspec.runtime.cache.codecs import Cache
 from alspec.runtime.decode.hooks import OperationHook
@@ -52,16 +52,15 @@ def model_notices(
 ) -> list[str]:
     """Lines about a model: its source, what quantised weights are, and what of the checkpoint is not used."""
     notices = notices_of_model(config)
-    if checkpoint is None or model.quantisation is None:
-        return notices
-    notices.append(f"weights: {model.weights_name(dtype_name)}")
+    if checkpoint is not None and model.quantisation is not None:
+        notices.append(f"weights: {weights_name(model, tp_size, dtype_name)}")
     kept, matrices = num_packed(model, tp_size), model.num_layers * len(MATRICES)
-    if model.packs_weights and kept < matrices:
+    if model.packs_weights and model.quantised_as is not None and kept < matrices:
         notices.append(
             f"weights: {matrices - kept} of {matrices} matrices dequantised to {dtype_name}: no kernel of a step takes "
             "their format"
         )
-    if checkpoint.unused is not None:
+    if checkpoint is not None and checkpoint.unused is not None:
         notices.append(
             f"checkpoint: not used: {checkpoint.unused}; only weights are quantised (the cache by --kv-cache)"
         )

@@ -16,6 +16,7 @@ from alspec.config import EngineConfig, validate
 from alspec.errors import UserError
 from alspec.models.checkpoint.source import model_config
 from alspec.models.llama import Llama
+from alspec.models.matrix_formats import weights_name
 from alspec.runtime.cache.codecs import Cache, check_softmax, fit_heads
 from alspec.runtime.decode.decode_step import DecodeStep
 from alspec.runtime.decode.rounds.row_append import RowAppend
@@ -131,6 +132,11 @@ class Resources:
     def uses_graph(self) -> bool:
         """Decode steps are replays of a captured graph."""
         return self.decode_step is not None and self.decode_step.uses_graph
+
+    @property
+    def weights_name(self) -> str:
+        """What the weights are, and the dtype in which they are used."""
+        return weights_name(self.model_config, self._choices.placement.tp_size, self.dtype_name)
 
     @property
     def draft_weights_name(self) -> str | None:

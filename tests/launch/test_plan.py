@@ -233,9 +233,12 @@ def test_a_plan_takes_the_time_of_a_message(capsys: pytest.CaptureFixture[str]) 
         assert "--link-us: expected a number of microseconds" in capsys.readouterr().err
 
 
-def test_a_plan_leaves_out_ranks_whose_inputs_do_not_divide_into_groups(capsys: pytest.CaptureFixture[str]) -> None:
-    """Eight ranks of the bundled model have 112 inputs each of one matrix."""
-    assert generate.main(["--weights", "int4", "--plan"]) == 0
+@pytest.mark.parametrize("flags", [["--weights", "int4"], ["--draft", "self", "--draft-weights", "int4"]])
+def test_a_plan_leaves_out_ranks_whose_inputs_do_not_divide_into_groups(
+    flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Eight ranks of the bundled model have 112 inputs each of one matrix; a drafting copy of it, too."""
+    assert generate.main([*flags, "--plan"]) == 0
     rows = [line.strip("│| ").replace("│", " ").split()[:3] for line in capsys.readouterr().out.splitlines()]
     found = {row[2] for row in rows if len(row) == 3 and row[0].isdigit()}
     assert {"1", "2", "4"} <= found

@@ -1,4 +1,7 @@
-"""Read `quantization_config` of a config.json. What is not supported is refused by its name."""
+"""Read how weights are quantised: `quantization_config` of a config.json, or a file beside it.
+
+What is not supported is refused by its name.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from alspec.errors import UserError
+from alspec.models.checkpoint.files import read_json
 from alspec.models.checkpoint.quantised.quantisation_config import QuantisationConfig, SchemeTarget, WeightScheme
 from alspec.models.families.config_file import ConfigFile
 from alspec.models.validation import user_error
@@ -16,6 +20,9 @@ from alspec.models.validation import user_error
 __all__ = ["read_quantisation"]
 
 _KEY, _OLD_KEY = "quantization_config", "compression_config"  # files of the first compressed-tensors have the old one
+# Files of older tools, which hold these settings beside a config.json without them; and the method of each.
+_SETTINGS_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
+_MLX_KEY = "quantization"
 _ADVICE = (
     "give the unquantised checkpoint, or one in FP8 (compressed-tensors, fp8) or INT4 (compressed-tensors, AWQ, GPTQ)"
 )
@@ -23,9 +30,13 @@ _ADVICE = (
 
 @dataclass(frozen=True)
 class _File(ConfigFile):
-    """A config.json, and the key that holds what it says of quantised weights."""
+    """A file, and its key that holds what it says of quantised weights; '' if the whole file does."""
 
     key: str
+
+    def name_of(self, setting: str) -> str:
+        """The name of one setting."""
+        return f"{self.key}.{setting}" if self.key else setting
 
 
 class _Lenient(BaseModel):
@@ -90,18 +101,28 @@ class _CompressedTensors(_Lenient):
 
 
 def read_quantisation(config: ConfigFile) -> QuantisationConfig | None:
-    """Return what a config.json says of quantised weights; None: they are not quantised.
+    """Return what a config.json, or a file of an older tool beside it, says of quantised weights; None: nothing.
 
     Raises:
         UserError: a method, format, number of bits or setting that is not supported, or a wrong value; names it.
     """
     key = _OLD_KEY if config.get(_KEY) in (None, {}) else _KEY
     raw, file = config.get(key), _File(config.path, config.raw, key)
+    default = "compressed-tensors" if key == _OLD_KEY else None
+    if config.get(_MLX_KEY) not in (None, {}) and "quant_method" not in (raw or {}):
+        raise config.error(_MLX_KEY, "none", "MLX", _ADVICE)
     if raw in (None, {}):
-        return None
+        paths = [config.path.with_name(name) for name in _SETTINGS_FILES]
+        beside = next((path for path in paths if path.exists()), None)
+        if beside is None:
+            return None
+        raw, default = read_json(beside, "for the weights' format"), _SETTINGS_FILES[beside.name]
+        file = _File(beside, raw, "")
     if not isinstance(raw, dict):
         raise config.error(key, "an object", raw, "correct the file")
-    method = raw.get("quant_method", "compressed-tensors" if key == _OLD_KEY else None)
+    method = raw.get("quant_method", default)
+    if method is None and (raw.get("load_in_4bit") or raw.get("load_in_8bit")):
+        method = "bitsandbytes"
     readers = {"compressed-tensors": _compressed_tensors, "fp8": _fp8, "awq": _awq, "gptq": _gptq}
     reader = readers.get(method) if isinstance(method, str) else None
     if reader is None:
@@ -110,7 +131,7 @@ def read_quantisation(config: ConfigFile) -> QuantisationConfig | None:
 
 
 def _refused(config: _File, name: str, expected: str, found: Any) -> UserError:
-    return config.error(f"{config.key}.{name}", expected, found, _ADVICE)
+    return config.error(config.name_of(name), expected, found, _ADVICE)
 
 
 _ModelT = TypeVar("_ModelT", bound=_Lenient)
@@ -120,7 +141,7 @@ def _parsed(kind: type[_ModelT], config: _File, raw: Any, where: str = "") -> _M
     try:
         return kind.model_validate(raw)
     except ValidationError as error:
-        raise user_error(error, f"{config.path}: {config.key}{where}", {}) from None
+        raise user_error(error, f"{config.path}: {config.key}{where}".removesuffix(": "), {}) from None
 
 
 def _awq(config: _File, raw: dict[str, Any]) -> QuantisationConfig:

@@ -25,10 +25,11 @@ from alspec.kernels.linear.decode_weight import DecodeWeight
 from alspec.models.checkpoint.source import model_config, open_checkpoint
 from alspec.models.llama import Llama, LlamaWeights, Shard, load_weights, quantised_copy
 from alspec.models.llama_config import LlamaConfig
-from alspec.models.matrix_formats import MATRICES
+from alspec.models.matrix_formats import MATRICES, weights_name
 from alspec.runtime.distributed.placement import Placement
 from alspec.runtime.distributed.transport import Transport
 from alspec.runtime.engine.kept_weights import with_weights
+from alspec.runtime.engine.loading import model_notices
 from alspec.runtime.engine.memory import plan_memory
 from alspec.runtime.profiling.stats import step_bytes
 
@@ -222,7 +223,8 @@ def test_the_head_is_quantised(weights: str, tied: bool, tmp_path: Path, monkeyp
         logits.append((Llama(config, kept, group).lm_head(x), Llama(config, dense, group).lm_head(x)))
     for found, right in logits:
         close(found, right)
-    assert config.weights_name("fp32") == {"auto": "fp32", "int4": "int4 (groups of 128)"}[weights] + ", LM head fp8"
+    names = {"auto": "fp32", "int4": "int4 (groups of 32 and 64)"}
+    assert weights_name(config, 1, "fp32") == f"{names[weights]}, LM head fp8"
 
 
 @pytest.mark.parametrize("name", ["fp8-block", "fp8-tensor"])
@@ -255,6 +257,18 @@ def test_values_are_rotated_before_they_are_quantised(tmp_path: Path) -> None:
     assert plan_memory(config, Shard(), BF16, 1, 64, "turboquant4").weights_bytes == held_bytes(kept)
 
 
+@pytest.mark.parametrize(("intermediate_size", "left"), [(172, 6), (176, 0)])
+def test_a_notice_tells_of_matrices_that_stay_unpacked(intermediate_size: int, left: int, tmp_path: Path) -> None:
+    """Kernels take widths of whole tiles only."""
+    save_family(tmp_path, "qwen3-biases", hidden_size=64, intermediate_size=intermediate_size)
+    settings = EngineConfig(model=tmp_path, weights="fp8")
+    config = with_weights(settings, LlamaConfig.from_folder(tmp_path), 1, packs=True)
+    told = [line for line in model_notices(settings, None, config, "bf16", 1) if "dequantised" in line]
+    total = config.num_layers * len(MATRICES)
+    expected = f"weights: {left} of {total} matrices dequantised to bf16: no kernel of a step takes their format"
+    assert told == ([expected] if left else [])
+
+
 def test_weights_that_are_quantised_already(tmp_path: Path) -> None:
     save_quantised(tmp_path, "awq")
     with pytest.raises(UserError, match=r"weights: fp8 needs weights that are not quantised, found int4 \(awq"):
@@ -272,6 +286,6 @@ def test_a_command_quantises_a_model(tmp_path: Path) -> None:
     save_family(tmp_path, "qwen3-biases", hidden_size=64, intermediate_size=96)
     with Engine.from_pretrained(tmp_path, weights="int4", lm_head="fp8") as engine:
         engine.generate([5, 6, 7], max_new_tokens=3, ignore_eos=True)
-        assert engine.model_config.weights_name("fp32") == "int4 (groups of 128), LM head fp8, dequantised to fp32"
+        assert engine.weights_name == "int4 (groups of 32 and 64), LM head fp8, dequantised to fp32"
         assert engine.memory is not None
         assert engine.memory.weights_bytes == held_bytes(engine.model.weights)

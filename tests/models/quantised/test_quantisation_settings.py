@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from quantised_folders import FORMATS, SHAPE
 from alspec.errors import UserError
 from alspec.models.checkpoint.quantised.quantisation_config import WeightScheme
 from alspec.models.llama_config import LlamaConfig
+from alspec.models.matrix_formats import weights_name
 
 AWQ, GPTQ = FORMATS["awq"][0], FORMATS["gptq"][0]
 CT_INT4, CT_FP8 = FORMATS["int4-group"][0], FORMATS["fp8-channel"][0]
@@ -51,14 +53,14 @@ NAMES = {
 @pytest.mark.parametrize("name", NAMES)
 def test_names(name: str, tmp_path: Path) -> None:
     config = config_of(tmp_path, FORMATS[name][0])
-    assert config.weights_name("bf16") == f"{NAMES[name]}, dequantised to bf16"
+    assert weights_name(config, 1, "bf16") == f"{NAMES[name]}, dequantised to bf16"
 
 
 @pytest.mark.parametrize("quantisation", [None, {}])
 def test_no_quantisation(quantisation: Any, tmp_path: Path) -> None:
     config = config_of(tmp_path, quantisation)
     assert config.quantisation is None
-    assert config.weights_name("bf16") == "bf16"
+    assert weights_name(config, 1, "bf16") == "bf16"
 
 
 @pytest.mark.parametrize("current", [None, {}])
@@ -68,7 +70,7 @@ def test_the_old_key(current: Any, tmp_path: Path) -> None:
     for settings in (CT_INT4, without_method):
         config = config_of(tmp_path, current, compression_config=settings)
         assert config.quantisation == config_of(tmp_path, CT_INT4).quantisation
-    assert config_of(tmp_path, AWQ, compression_config=CT_INT4).weights_name("bf16").startswith("int4 (awq")
+    assert weights_name(config_of(tmp_path, AWQ, compression_config=CT_INT4), 1, "bf16").startswith("int4 (awq")
     assert config_of(tmp_path, current, compression_config={}).quantisation is None
     refused: list[tuple[Any, str]] = [
         ("int4", r": expected an object"),
@@ -95,7 +97,7 @@ REFUSED: list[tuple[Any, list[str]]] = [
     *(({"quant_method": method, "bits": 4}, ["quant_method: expected compressed-tensors, fp8, awq, gptq", repr(method)])
       for method in METHODS),
     ("awq", ["quantization_config: expected an object, found 'awq'"]),
-    ({"load_in_4bit": True}, ["quant_method", "found None"]),
+    ({"load_in_4bit": True}, ["quant_method", "found 'bitsandbytes'"]),
     # AWQ
     *((AWQ | {"version": version}, ["version: expected gemm", repr(version)])
       for version in ("gemv", "gemv_fast", "marlin", "exllama", "ipex")),
@@ -160,14 +162,44 @@ def test_refused_by_name(quantisation: Any, needles: list[str], tmp_path: Path) 
 def test_spellings_of_other_writers(tmp_path: Path) -> None:
     """Older AutoAWQ, GPTQModel's AWQ, blocks as text, a fraction of modules left out by GPTQModel."""
     old = {"quant_method": "awq", "w_bit": 4, "q_group_size": 64, "zero_point": True, "version": "GEMM"}
-    assert config_of(tmp_path, old).weights_name("bf16").startswith("int4 (awq, groups of 64)")
+    assert weights_name(config_of(tmp_path, old), 1, "bf16").startswith("int4 (awq, groups of 64)")
     new = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "format": "gemm", "sym": False}
-    assert config_of(tmp_path, new).weights_name("bf16").startswith("int4 (awq, groups of 128)")
+    assert weights_name(config_of(tmp_path, new), 1, "bf16").startswith("int4 (awq, groups of 128)")
     arguments = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": "64x128"}
     blocks = CT_FP8 | {"config_groups": {"a": {"targets": ["Linear"], "weights": arguments}}}
-    assert "blocks of 64 x 128" in config_of(tmp_path, blocks).weights_name("bf16")
+    assert "blocks of 64 x 128" in weights_name(config_of(tmp_path, blocks), 1, "bf16")
     left_out = GPTQ | {"dynamic": {"-:.*mlp.*": {}}, "meta": {"quantizer": ["gptqmodel:2.0"]}}
-    assert config_of(tmp_path, left_out).weights_name("bf16").startswith("int4 (gptq")
+    assert weights_name(config_of(tmp_path, left_out), 1, "bf16").startswith("int4 (gptq")
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "same"),
+    [
+        ("quantize_config.json", {key: value for key, value in GPTQ.items() if key != "quant_method"}, GPTQ),
+        ("quant_config.json", {"w_bit": 4, "q_group_size": 32, "zero_point": True, "version": "GEMM"}, AWQ),
+    ],
+)
+def test_settings_beside_config_json(name: str, settings: dict[str, Any], same: Any, tmp_path: Path) -> None:
+    """As AutoGPTQ and AutoAWQ once wrote them; those in config.json go before them."""
+    (tmp_path / name).write_text(json.dumps(settings), encoding="utf-8")
+    assert config_of(tmp_path, None).quantisation == config_of(tmp_path, same).quantisation
+    assert weights_name(config_of(tmp_path, CT_INT4), 1, "bf16").startswith("int4 (compressed-tensors")
+    (tmp_path / name).write_text(json.dumps(settings | {"bits": 3, "w_bit": 3}), encoding="utf-8")
+    with pytest.raises(UserError, match=rf"{re.escape(name)}: bits: expected 4.*found 3; give the unquantised"):
+        config_of(tmp_path, None)
+
+
+def test_programs_that_name_no_method(tmp_path: Path) -> None:
+    for quantisation, found in (({"load_in_8bit": True}, "'bitsandbytes'"), ({"bits": 4}, "None")):
+        with pytest.raises(UserError, match=rf"quantization_config\.quant_method: expected .*, found {found}; give"):
+            config_of(tmp_path, quantisation)
+    mlx = {"group_size": 64, "bits": 4}
+    for quantisation in (None, mlx):
+        with pytest.raises(UserError, match=r"quantization: expected none, found 'MLX'; give"):
+            config_of(tmp_path, quantisation, quantization=mlx)
+    (tmp_path / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8"}}', encoding="utf-8")
+    with pytest.raises(UserError, match=r"hf_quant_config\.json: quant_method: expected .*, found 'modelopt'; give"):
+        config_of(tmp_path, None)
 
 
 def scheme(group_size: int) -> WeightScheme:
