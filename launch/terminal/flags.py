@@ -302,9 +302,10 @@ def speculation_without_effect(config: EngineConfig, advice: str) -> list[str]:
         "chunk_size": "chunk",
         "predictor": "predictor",
         "recall_blocks": "recall-blocks",
+        "always": "pair-always",
     }
     if config.draft == "self":  # whose drafts are made by the predictor
-        flags = {"threshold": "threshold"}
+        flags = {name: flags[name] for name in ("threshold", "always")}
     given = [f"--{flag}" for name, flag in flags.items() if getattr(own, name) != getattr(default, name)]
     if not given:
         return []

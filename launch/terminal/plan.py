@@ -96,6 +96,7 @@ def print_plan(config: GenerateConfig, link_us: float = LINK_US) -> None:
     for name in ("ranks", "mode", "T", "weights GiB", "cache GiB", "buffers GiB", "ms/token", "against off"):
         table.add_column(name, justify="left" if name == "mode" else "right")
     alone_us: dict[int, float] = {}  # step of one group in tensor parallelism, by ranks
+    fitting = set()  # numbers of ranks on which that group fits
     worlds = {groups * tp_size for tp_size in model.valid_tp_sizes for groups in (1, 2)}
     for world_size in sorted(world for world in worlds if world <= MAX_RANKS):
         for mode in MODES:
@@ -126,8 +127,10 @@ def print_plan(config: GenerateConfig, link_us: float = LINK_US) -> None:
             step_us = _step_us(mode, kept, world_size, dtype, context, config, alone_us.get(1), link_us)
             if mode.name == "off":
                 alone_us[world_size] = step_us
+                if fits:
+                    fitting.add(world_size)
             base = 1 if mode.two_hosts else world_size
-            ratio = f"{alone_us[base] / step_us:.2f}x{' of 1' if mode.two_hosts else ''}" if base in alone_us else "-"
+            ratio = f"{alone_us[base] / step_us:.2f}x{' of 1' if mode.two_hosts else ''}" if base in fitting else "-"
             table.add_row(
                 str(world_size), mode.name, str(tp_size), *(f"{size / GIB:.2f}" for size in sizes),
                 f"{step_us / 1e3:.2f}" if fits else "does not fit",

@@ -258,6 +258,16 @@ def test_a_plan_names_a_drafting_copy_and_refuses_one_of_as_many_bits(capsys: py
     assert "draft_weights: int4 copies weights of more than 4 bits, found int4" in capsys.readouterr().err
 
 
+def test_a_plan_compares_only_with_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    """The 70B shape does not fit one GPU, with which two hosts would be compared."""
+    assert generate.main(["--random-weights", "llama-3.1-70b", "--max-context", "32k", "--plan"]) == 0
+    rows = [line.strip("│| ").replace("│", " ").split() for line in capsys.readouterr().out.splitlines()]
+    hosts = [row for row in rows if row[1:4] == ["two", "hosts,", "off"]]
+    assert hosts
+    assert all(row[-1] == "-" for row in hosts)
+    assert any(row[-1].endswith("x") for row in rows if "paired" in row)
+
+
 def test_a_plan_lists_caches_that_ranks_can_have(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """turbo-mixed needs two KV heads on each rank, so up to four ranks share eight. 16 ranks have each of them twice.
 
