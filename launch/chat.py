@@ -127,9 +127,9 @@ class _Chat:
         ids = self._tokenizer.encode_chat(self._conversation.with_user(text), limit)
         room = limit - len(ids)
         if room < 1:
+            advice = "/reset begins a new one" if self._conversation.has_turns else "shorten it or raise --max-context"
             raise UserError(
-                f"the conversation has {len(ids)} tokens with this message, and {limit} is the most; /reset begins a "
-                "new one"
+                f"the conversation has {len(ids)} tokens with this message, and {limit} is the most; {advice}"
             )
         sampling = _sampling(self._config, room)
         engine.agreement.broadcast(json.dumps([ids, sampling.max_new_tokens]))

@@ -40,6 +40,11 @@ class Conversation:
         system = [] if self._system is None else [{"role": "system", "content": self._system}]
         return [*system, *self._turns]
 
+    @property
+    def has_turns(self) -> bool:
+        """Whether a message of the user was answered."""
+        return bool(self._turns)
+
     def with_user(self, text: str) -> list[dict[str, Any]]:
         """The messages, and a next one of the user."""
         return [*self.messages, {"role": "user", "content": text}]

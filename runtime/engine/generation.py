@@ -372,7 +372,9 @@ def check_prompts(
     limit = max_total_tokens(config, model)
     if needed > limit:
         name = "max_context" if config.max_context else model.longest_context_name
-        advice = "shorten the prompt or lower --max-new-tokens"
+        advice = "shorten the prompt"
+        if needed - max_new_tokens < limit:
+            advice += " or lower --max-new-tokens"
         if limit < model.longest_context:
             advice += f", or raise --max-context (up to {model.longest_context})"
         raise UserError(

