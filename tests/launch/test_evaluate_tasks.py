@@ -113,7 +113,7 @@ def quality_row(
 
 def test_the_table_averages_over_depths_and_has_the_hit_rate_of_the_longest_text() -> None:
     config = SimpleNamespace(model=None, speculation=SimpleNamespace(chunk_size=128))
-    engine: Any = SimpleNamespace(config=config, dtype_name="fp32")
+    engine: Any = SimpleNamespace(config=config, weights_name="int4 (groups of 64), dequantised to fp32")
     rows = [quality_row("bits per byte", 1024, None, 1.5, 0.25), quality_row("bits per byte", 8192, None, 1.25, 0.75)]
     rows += [quality_row("needle", 8192, depth, value, 0.5) for depth, value in ((0.0, 1.0), (1.0, 0.5))]
     columns = evaluate._table(engine, rows).columns
