@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_jobs import needs, run_gpu_worker
+from gpu_jobs import needs, run_gpu_worker, unclear_place
 
 from alspec.config import SamplingConfig
 from alspec.models.demo import DEMO_CHECKPOINT
@@ -58,7 +58,7 @@ def test_rounds_over_quantised_caches_end_as_they_should(kv_cache: str) -> None:
 def clear_tokens(answer: Completion) -> list[int]:
     """Greedy tokens up to the first one that leads the second most likely one by little."""
     leads = [each.top[0][1] - each.top[1][1] for each in answer.logprobs or ()]
-    return answer.token_ids[: next((place for place, lead in enumerate(leads) if lead < LEAD), len(leads))]
+    return answer.token_ids[: unclear_place(leads, LEAD)]
 
 
 @pytest.mark.parametrize("kv_cache", ["turbo4", "turboquant3", "hybrid-k4v2"])
@@ -140,8 +140,7 @@ def test_a_conversation_over_a_quantised_cache_gives_the_clear_tokens_of_one_wit
         for plain, drafted in zip(found["plain"], found[draft], strict=True):
             if drafted["prompt"] != plain["prompt"]:
                 break  # an unclear token before
-            leads = plain["leads"][0]
-            clear = next((place for place, lead in enumerate(leads) if lead < LEAD), len(leads))
+            clear = unclear_place(plain["leads"][0], LEAD)
             assert drafted["tokens"][0][:clear] == plain["tokens"][0][:clear]
             compared[draft] += clear
         assert sum(row["accepted"] for row in found[draft]) > 0

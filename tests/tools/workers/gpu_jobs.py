@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,11 @@ def needs(num_ranks: int) -> pytest.MarkDecorator:
 def gpus(first: int, count: int) -> str:
     """`CUDA_VISIBLE_DEVICES` of `count` ranks from GPU `first` on; it wraps around where there are fewer."""
     return ",".join(dict.fromkeys(DEVICES[index % NUM_GPUS] for index in range(first, first + count)))
+
+
+def unclear_place(leads: Sequence[float], least: float) -> int:
+    """The place of the first token that leads the second most likely one by less than `least`, or their number."""
+    return next((place for place, lead in enumerate(leads) if lead < least), len(leads))
 
 
 def torchrun(num_ranks: int, visible: str, program: list[str]) -> list[str]:
