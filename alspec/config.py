@@ -365,7 +365,7 @@ class LatencyConfig(CommandConfig, EngineConfig, ChoiceConfig):
     )
     plot: FilePath | None = Field(
         default=None,
-        description="write a picture of ms/token against context to this file; with --draft, of ms/round and tokens/s",
+        description="write a picture of ms/token against context to this file; with --draft, of ms/step and tokens/s",
     )
     trace: FilePath | None = Field(
         default=None, description="write a Perfetto trace of some steps of the last context, all ranks, to this file"

@@ -1,4 +1,7 @@
-"""Rounds of `launch/latency.py --draft`: time of a round and tokens that it yields, with real or forced acceptance."""
+"""Steps of `launch/latency.py --draft`: their time and the tokens that they yield, with real or forced acceptance.
+
+Where drafts do not pay, plain steps are among them, unless `--draft-always` is given.
+"""
 
 from __future__ import annotations
 
@@ -109,7 +112,7 @@ def _row(
             "temperature": config.temperature,
         },
         "us": {share: round(value, 3) for share, value in spread(us).items()},
-        "tokens_per_round": round(sum(profile.tokens) / len(profile.tokens), 4),
+        "tokens_per_step": round(sum(profile.tokens) / len(profile.tokens), 4),
         "accepted": profile.accepted,
         "tokens_per_s": round(config.batch * sum(profile.tokens) / sum(us) * 1e6, 2),
         **provenance(ranks if engine.device.type == "cuda" else 0, command),
@@ -126,12 +129,12 @@ def rounds_title(row: dict[str, Any]) -> str:
 def rounds_table(rows: list[dict[str, Any]]) -> Table:
     """A line for each row."""
     table = Table(title=rounds_title(rows[0]), caption="a forced acceptance takes drafts whatever they are")
-    for name in ("context", "cache", "acceptance", "ms/round p50", "p20", "p80", "tokens/round", "tokens/s"):
+    for name in ("context", "cache", "acceptance", "ms/step p50", "p20", "p80", "tokens/step", "tokens/s"):
         table.add_column(name, justify="right")
     for row in rows:
         case, us = row["case"], row["us"]
         forced = "real" if case["acceptance"] == "real" else f"{case['acceptance']:g} forced"
         times = [f"{us[name] / 1e3:.3f}" for name in ("p50", "p20", "p80")]
-        made = f"{row['tokens_per_round']:.2f}", f"{row['tokens_per_s']:.1f}"
+        made = f"{row['tokens_per_step']:.2f}", f"{row['tokens_per_s']:.1f}"
         table.add_row(str(case["context"]), case["kv_cache"], forced, *times, *made)
     return table

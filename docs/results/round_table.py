@@ -38,7 +38,7 @@ def against_plain(rows: list[dict[str, Any]]) -> str:
                 str(place[0]), _drafter(row), str(case["draft_tokens"]), str(case["batch"]),
                 _option(row, "--weights") or "bf16", place[2], str(place[3]),
                 f"{acceptance:.0%}", f"{step_ms:.2f}", f"{round_ms:.2f} ({round_ms / step_ms:.2f}x)",
-                f"{row['tokens_per_round']:.2f}", _gain(step, row),
+                f"{row['tokens_per_step']:.2f}", _gain(step, row),
             ]
         )  # fmt: skip
     head = ["GPUs", "drafter", "K", "requests", "weights", "cache", "tokens", "accepted (forced)", "plain step, ms"]
@@ -61,7 +61,7 @@ def with_texts(rows: list[dict[str, Any]]) -> str:
             [
                 case["shape"], _drafter(row), case["text"].removesuffix(".txt"), str(case["context"]),
                 str(case["draft_tokens"]),
-                f"{step['us']['p50'] / 1e3:.3f}", f"{row['us']['p50'] / 1e3:.3f}", f"{row['tokens_per_round']:.2f}",
+                f"{step['us']['p50'] / 1e3:.3f}", f"{row['us']['p50'] / 1e3:.3f}", f"{row['tokens_per_step']:.2f}",
                 _gain(step, row),
             ]
         )  # fmt: skip

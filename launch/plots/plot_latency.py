@@ -1,4 +1,4 @@
-"""Draw ms/token against context; for rounds of drafts, ms/round and tokens/s."""
+"""Draw ms/token against context; with drafts, ms/step and tokens/s."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def draw_rounds(picture: Path, rows: list[dict[str, Any]], title: str) -> None:
         _plot_times(times, line, label)
         contexts = [row["case"]["context"] for row in line]
         speeds.plot(contexts, [row["tokens_per_s"] for row in line], marker="o", label=f"{label}{_yields(line)}")
-    for axes, name in ((times, "ms/round"), (speeds, "tokens/s")):
+    for axes, name in ((times, "ms/step"), (speeds, "tokens/s")):
         _label_axes(axes, rows, name)
         axes.legend(frameon=False, fontsize=8)
     figure.suptitle(title, parse_math=False, fontsize=9)
@@ -82,10 +82,10 @@ def _rounds_label(row: dict[str, Any]) -> str:
 
 
 def _yields(line: list[dict[str, Any]]) -> str:
-    """` (3.9 to 4.4 tokens/round)` of a line, or one number if they are equal."""
-    yields = [row["tokens_per_round"] for row in line]
+    """` (3.9 to 4.4 tokens/step)` of a line, or one number if they are equal."""
+    yields = [row["tokens_per_step"] for row in line]
     lowest, highest = f"{min(yields):.1f}", f"{max(yields):.1f}"
-    return f" ({lowest} tokens/round)" if lowest == highest else f" ({lowest} to {highest} tokens/round)"
+    return f" ({lowest} tokens/step)" if lowest == highest else f" ({lowest} to {highest} tokens/step)"
 
 
 def _label(row: dict[str, Any]) -> str:

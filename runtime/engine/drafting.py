@@ -24,6 +24,7 @@ from alspec.runtime.decode.rounds.draft_policy import DraftPolicy
 from alspec.runtime.decode.rounds.drafter import Drafter
 from alspec.runtime.decode.rounds.model_drafter import ModelDrafter, SelfDrafter
 from alspec.runtime.decode.rounds.ngram_drafter import NgramDrafter
+from alspec.runtime.decode.rounds.repeated_texts import RepeatedTexts
 from alspec.runtime.decode.rounds.round_step import RoundStep
 from alspec.runtime.decode.rounds.row_forward import RowForward
 from alspec.runtime.distributed.placement import PeerMemory
@@ -197,7 +198,7 @@ class Drafting:
             tp_size = self.choices.placement.tp_size
             self.model = Llama(self.copy_config, quantised_copy(model, self.copy_config, tp_size), transport)
             self.model.inv_freq = model.inv_freq  # they follow the total length, which is set in the model alone
-        policy = DraftPolicy(self.config.draft_always)
+        policy = DraftPolicy(self.config.draft_always, RepeatedTexts() if self.config.draft == "ngram" else None)
         tp_size = self.choices.placement.tp_size
         if self.choices.has_fused_step and self.num_rows <= most_rows(cache.batch_size, self.target, tp_size):
             return build_captured_rounds(

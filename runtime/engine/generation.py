@@ -78,7 +78,8 @@ class Token:
     hit_rate: float | None
     finish_reason: str | None  # 'eos', 'stop' or 'length' on the last token of a request
     logprobs: TokenLogprobs | None = None  # if the settings ask for them
-    is_draft: bool | None = None  # a draft that was accepted; None if nothing is drafted
+    # A draft that was accepted, and not the last token of its round; None if nothing is drafted.
+    is_draft: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -254,9 +255,10 @@ class Generation:
                     own = request.add_logprobs(logprobs, row + place)
                 if drafts is not None:
                     is_draft = place < len(ids) - 1
-                    request.drafted.append(is_draft)
                     if is_draft and request.finish_reason is not None:
-                        self.rounds[-1][entries[index]] = place, place
+                        # The last token of a round counts as the model's own, also where a text ends before others.
+                        is_draft, self.rounds[-1][entries[index]] = False, (place, place)
+                    request.drafted.append(is_draft)
                 yield Token(index, token_id, text, hit_rate, request.finish_reason, own, is_draft)
             row += len(ids)
 

@@ -216,7 +216,7 @@ def test_latency_of_rounds(checkpoint: Path, tmp_path: Path, capsys: pytest.Capt
     (row,) = map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines())
     assert (row["bench"], row["case"]["draft"], row["case"]["acceptance"]) == ("decode_round", "ngram", "real")
     assert (row["case"]["draft_weights"], row["case"]["weights"]) == ("auto", "fp32")
-    assert 1.0 <= row["tokens_per_round"] <= 5.0
+    assert 1.0 <= row["tokens_per_step"] <= 5.0
     assert sum(row["accepted"]) <= 5
     written = json.loads((tmp_path / "out.json").read_text())
     assert written["rows"] == [row]
@@ -225,7 +225,7 @@ def test_latency_of_rounds(checkpoint: Path, tmp_path: Path, capsys: pytest.Capt
     assert row["us"] == pytest.approx(spread(sample["round_us"][0]), abs=1e-3)
     accepted = [taken for ((made, taken),) in sample["rounds"] if made]
     assert [accepted.count(number) for number in range(5)] == row["accepted"]
-    assert len(sample["rounds"]) * row["tokens_per_round"] == 5 + sum(taken for ((_, taken),) in sample["rounds"])
+    assert len(sample["rounds"]) * row["tokens_per_step"] == 5 + sum(taken for ((_, taken),) in sample["rounds"])
     # The trace also has the warm-up.
     found = rounds_in(tmp_path / "trace.json")
     assert [[[*event["args"]["drafts"], *event["args"]["accepted"]]] for event in found][-5:] == sample["rounds"]
@@ -243,10 +243,10 @@ def test_latency_draws_rounds_over_each_cache(
     flags += ["--codecs", "bf16,turbo4", "--plot", tmp_path / "plot.svg"]
     assert latency.main([str(flag) for flag in flags]) == 0
     out = capsys.readouterr().out
-    assert out.count("ms/round p50") == 1, "one table"
+    assert out.count("ms/step p50") == 1, "one table"
     assert len(re.findall(r"(bf16|turbo4) +\S+ +real", out)) == 4
     drawn = (tmp_path / "plot.svg").read_text(encoding="utf-8")
-    for text in ("bf16, real drafts", "turbo4, real drafts", "ms/round", "tokens/s"):
+    for text in ("bf16, real drafts", "turbo4, real drafts", "ms/step", "tokens/s"):
         assert text in drawn
 
 

@@ -35,6 +35,7 @@ from alspec.runtime.decode.decode_step import RECENT_STEPS, StepRecord
 from alspec.runtime.decode.hooks import OperationHook, no_hook
 from alspec.runtime.decode.rounds.device_drafters import DeviceDrafter
 from alspec.runtime.decode.rounds.draft_policy import DraftPolicy
+from alspec.runtime.decode.rounds.repeated_texts import texts_so_far
 from alspec.runtime.decode.rounds.row_decoder import RowDecoder
 from alspec.runtime.decode.step_ring import StepRing
 
@@ -223,7 +224,7 @@ class CapturedRoundStep:
         for choice in [kind.choice for kind in self._kinds]:
             if choice is not None:
                 choice.begin(seen)
-        self._policy.begin()
+        self._policy.begin(texts_so_far(token_ids, prompts))
         self._seq_lens = list(seq_lens)
         # Rounds of the previous generation that were launched ahead are not read.
         self._flying.clear()
@@ -253,6 +254,7 @@ class CapturedRoundStep:
         clock_ns, fault, *row = self._ring.read(self._taken, name)
         emitted, offered = self._parse(row)
         counts = [len(ids) if is_live else 0 for ids, is_live in zip(emitted, live, strict=True)]
+        self._policy.read([ids[:count] for ids, count in zip(emitted, counts, strict=True)])
         if kind is self._drafting and any(counts):  # a round in which nothing was found to draft costs as much
             self._policy.record(sum(counts) / sum(count > 0 for count in counts), self._cost())
         self._seq_lens = [length + count for length, count in zip(self._seq_lens, counts, strict=True)]

@@ -8,21 +8,38 @@ The sums are over the last rounds; tokens are means over the requests. If drafti
 while; then a few rounds probe whether it does now. To resume it must pay with a margin, so that the choice does not
 flicker. Pauses grow while probes fail. A round that would cost more than all its tokens together is never tried. Every
 rank reads the same numbers, so all ranks decide alike.
+
+Where drafts are looked up in the texts, the texts tell when to try: a pause ends early when enough of them repeat
+themselves. So few rounds are spent on a trial, and pauses are long.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from alspec.runtime.decode.rounds.repeated_texts import RepeatedTexts
 
 __all__ = ["ROW_COST", "DraftPolicy", "round_cost"]
 
 ROW_COST = 0.05  # of each row beyond the first, relative to a plain step: products read the weights once for all rows
 WINDOW_ROUNDS = 16  # rounds that the mean is over
-PROBE_ROUNDS = 4  # rounds of a probe
 RESUME_MARGIN = 1.05  # a probe must pay by this factor
-FIRST_PAUSE_STEPS = 32  # plain steps before the first probe
-LONGEST_PAUSE_STEPS = 128  # pauses double up to this
+
+
+class Trials(NamedTuple):
+    """How drafting is tried, in rounds and plain steps."""
+
+    begins_with_probe: bool
+    probe_rounds: int
+    first_pause: int  # plain steps before the first probe
+    longest_pause: int  # pauses double up to this
+
+
+BY_TIME = Trials(False, 4, 32, 128)
+BY_REPEATS = Trials(True, 3, 64, 512)
 
 
 def round_cost(num_drafts: int, draft_cost: float) -> float:
@@ -35,17 +52,24 @@ def round_cost(num_drafts: int, draft_cost: float) -> float:
 
 
 class DraftPolicy:
-    """Decides before each step whether it drafts. `always`: where it can, whether it pays or not."""
+    """Decides before each step whether it drafts. `always`: where it can, whether it pays or not.
 
-    def __init__(self, always: bool = False) -> None:
-        self._always = always
+    Args:
+        repeats: with a drafter that looks drafts up in the texts; None: pauses end by time alone.
+    """
+
+    def __init__(self, always: bool = False, repeats: RepeatedTexts | None = None) -> None:
+        self._always, self._repeats = always, repeats
+        self._trials = BY_TIME if repeats is None else BY_REPEATS
         self.begin()
 
-    def begin(self) -> None:
-        """A generation begins: draft."""
+    def begin(self, texts: Sequence[Sequence[int]] = ()) -> None:
+        """A generation begins: draft. texts: token ids of each request up to here, where `repeats` looks."""
         self._recent: deque[tuple[float, float]] = deque(maxlen=WINDOW_ROUNDS)  # tokens and cost of a round
-        self._is_probe = False
-        self._pause_left, self._next_pause = 0, FIRST_PAUSE_STEPS
+        self._is_probe = self._trials.begins_with_probe
+        self._pause_left, self._next_pause = 0, self._trials.first_pause
+        if self._repeats is not None:
+            self._repeats.begin(texts)
 
     def drafts(self, num_drafts: int, cost: float) -> bool:
         """Whether the next step drafts. Call it once for each step that has room for drafts; where it drafts, a
@@ -62,7 +86,14 @@ class DraftPolicy:
         if cost > num_drafts + 1:
             return False
         self._pause_left = max(self._pause_left - 1, -1)
+        if self._repeats is not None and 1 + num_drafts * self._repeats.share >= cost * RESUME_MARGIN:
+            self._pause_left = -1
         return self._pause_left < 0
+
+    def read(self, emitted: Sequence[Sequence[int]]) -> None:
+        """Take the tokens of a step, a list for each request."""
+        if self._repeats is not None:
+            self._repeats.extend(emitted)
 
     def record(self, tokens: float, cost: float) -> None:
         """Count a round that cost more than a plain step.
@@ -73,14 +104,14 @@ class DraftPolicy:
         if self._pause_left >= 0:
             return  # a round that was in flight when the pause began
         self._recent.append((tokens, cost))
-        needed = PROBE_ROUNDS if self._is_probe else WINDOW_ROUNDS
+        needed = self._trials.probe_rounds if self._is_probe else WINDOW_ROUNDS
         if len(self._recent) < needed:
             return
         made, paid = map(sum, zip(*self._recent, strict=True))
         if made < paid * (RESUME_MARGIN if self._is_probe else 1.0):
             self._pause_left = self._next_pause
-            self._next_pause = min(2 * self._next_pause, LONGEST_PAUSE_STEPS)
+            self._next_pause = min(2 * self._next_pause, self._trials.longest_pause)
             self._is_probe = True
             self._recent.clear()
         elif self._is_probe:
-            self._is_probe, self._next_pause = False, FIRST_PAUSE_STEPS
+            self._is_probe, self._next_pause = False, self._trials.first_pause

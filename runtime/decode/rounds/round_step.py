@@ -31,6 +31,7 @@ from alspec.runtime.decode.eager_sampling import sample, starting_counts
 from alspec.runtime.decode.rounds.acceptance import accepted_drafts, max_drafts, round_rows, seen_by_rows
 from alspec.runtime.decode.rounds.draft_policy import DraftPolicy, round_cost
 from alspec.runtime.decode.rounds.drafter import Drafter, DraftRequest, Drafts
+from alspec.runtime.decode.rounds.repeated_texts import texts_so_far
 from alspec.runtime.decode.rounds.row_forward import RowForward
 from alspec.runtime.decode.rounds.token_history import TokenHistory
 from alspec.runtime.faults.bad_steps import bad_logits_error
@@ -101,7 +102,7 @@ class RoundStep:
             self._sampling, seen, len(token_ids), forward.model.config.vocab_size, forward.cache.device
         )
         self._drafter.begin(self._history)
-        self._policy.begin()
+        self._policy.begin(texts_so_far(token_ids, prompts))
         self._seq_lens = list(seq_lens)
         self._steps = 0
 
@@ -132,6 +133,7 @@ class RoundStep:
         history.append(chosen.T, counts)
         emitted, offered, logprobs = self._read(chosen, accepted, drafts, logits, layer_sums)
         tokens = [len(ids) if on else 0 for ids, on in zip(emitted, live or [True] * len(emitted), strict=True)]
+        self._policy.read([ids[:count] for ids, count in zip(emitted, tokens, strict=True)])
         if any(offered):
             mean = sum(tokens) / sum(count > 0 for count in tokens)
             self._policy.record(mean, self._cost(max(offered)))

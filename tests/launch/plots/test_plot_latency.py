@@ -60,7 +60,7 @@ def test_rounds_have_a_time_and_a_speed(tmp_path: Path, monkeypatch: pytest.Monk
     rows = [
         {
             "case": {"context": context, "kv_cache": codec, "acceptance": acceptance}, "us": us,
-            "tokens_per_round": context / 512, "tokens_per_s": 100.0,
+            "tokens_per_step": context / 512, "tokens_per_s": 100.0,
         }
         for codec, acceptance in (("bf16", "real"), ("turbo4", 0.9)) for context in (1024, 2048)
     ]  # fmt: skip
@@ -71,8 +71,8 @@ def test_rounds_have_a_time_and_a_speed(tmp_path: Path, monkeypatch: pytest.Monk
     times, speeds = figures[0].axes
     names = ["bf16, real drafts", "turbo4, 90% accepted (forced)"]
     assert [line.get_label() for line in times.get_lines()] == [f"{name}, p50 (band: p20 to p80)" for name in names]
-    assert [line.get_label() for line in speeds.get_lines()] == [f"{name} (2.0 to 4.0 tokens/round)" for name in names]
+    assert [line.get_label() for line in speeds.get_lines()] == [f"{name} (2.0 to 4.0 tokens/step)" for name in names]
     assert list(times.get_lines()[0].get_ydata()) == [2.0, 2.0]
     assert list(speeds.get_lines()[0].get_ydata()) == [100.0, 100.0]
-    assert [axes.get_ylabel() for axes in (times, speeds)] == ["ms/round", "tokens/s"]
+    assert [axes.get_ylabel() for axes in (times, speeds)] == ["ms/step", "tokens/s"]
     pyplot.close(figures[0])

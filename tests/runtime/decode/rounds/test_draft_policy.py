@@ -8,15 +8,17 @@ import random
 import pytest
 
 from alspec.runtime.decode.rounds.draft_policy import (
-    FIRST_PAUSE_STEPS,
-    LONGEST_PAUSE_STEPS,
-    PROBE_ROUNDS,
+    BY_REPEATS,
+    BY_TIME,
     RESUME_MARGIN,
     ROW_COST,
     WINDOW_ROUNDS,
     DraftPolicy,
     round_cost,
 )
+from alspec.runtime.decode.rounds.repeated_texts import REPEATED_TOKENS, RepeatedTexts
+
+_, PROBE_ROUNDS, FIRST_PAUSE_STEPS, LONGEST_PAUSE_STEPS = BY_TIME
 
 
 def run(policy: DraftPolicy, tokens: list[float], cost: float = 2.0) -> list[bool]:
@@ -113,3 +115,74 @@ def test_it_is_never_far_from_the_better_choice(seed: int) -> None:
 def test_cost_of_a_round() -> None:
     assert round_cost(4, 0.0) == pytest.approx(1.0 + 4 * ROW_COST)
     assert round_cost(2, 0.25) == pytest.approx(1.5 + 2 * ROW_COST)
+
+
+def passage(seed: int, length: int) -> list[int]:
+    return random.Random(seed).choices(range(1000), k=length)
+
+
+def steps_of(policy: DraftPolicy, text: list[int], steps: int, cost: float, tokens: float) -> list[bool]:
+    """Which steps draft, if each emits the next token of a text, and a round counts as `tokens`."""
+    drafted = []
+    for token_id in text[:steps]:
+        drafted.append(policy.drafts(4, cost))
+        policy.read([[token_id]])
+        if drafted[-1]:
+            policy.record(tokens, cost)
+    return drafted
+
+
+def test_a_text_that_does_not_repeat_costs_few_rounds() -> None:
+    policy = DraftPolicy(repeats=RepeatedTexts())
+    policy.begin([passage(1, 300)])
+    drafted = steps_of(policy, passage(2, 500), 500, 1.4, 1.0)
+    trial, probe = BY_REPEATS.probe_rounds, [True] * BY_REPEATS.probe_rounds
+    assert drafted[: trial + 64] == probe + [False] * 64
+    assert drafted[trial + 64 : 2 * (trial + 64) + 64] == probe + [False] * 128
+    assert sum(drafted) * 0.4 < 0.02 * 500
+
+
+def test_a_text_that_repeats_itself_ends_a_pause() -> None:
+    """From the token on that makes the newest ones equal to earlier ones, whether they lie in prompt or answer."""
+    for where in ("prompt", "answer"):
+        policy, copied = DraftPolicy(repeats=RepeatedTexts()), passage(1, 50)
+        policy.begin([copied if where == "prompt" else passage(3, 100)])
+        other = passage(2, 10) + (copied if where == "answer" else [])
+        start = steps_of(policy, other, len(other), 1.4, 1.0)
+        assert sum(start) == BY_REPEATS.probe_rounds
+        drafted = steps_of(policy, copied, 40, 1.4, 5.0)
+        assert drafted == [False] * REPEATED_TOKENS + [True] * (40 - REPEATED_TOKENS)
+
+
+def test_one_text_of_many_that_repeats_itself_does_not_end_a_pause() -> None:
+    copied, count = passage(1, 100), 8
+    policy = DraftPolicy(repeats=RepeatedTexts())
+    policy.begin([copied] + [passage(9 + n, 100) for n in range(count - 1)])
+    for _ in range(BY_REPEATS.probe_rounds):
+        assert policy.drafts(4, 1.6)
+        policy.record(1.0, 1.6)
+    for step in range(20):
+        assert not policy.drafts(4, 1.6), "1 + 4 / 8 tokens do not pay for 1.6 steps"
+        policy.read([[copied[step]]] + [[1000 + 100 * step + n] for n in range(count - 1)])
+    policy.read([[copied[20]]] + [[] for _ in range(count - 1)])
+    assert policy.drafts(4, 1.6), "requests that have ended do not count"
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_repeated_texts(seed: int) -> None:
+    """Against a search through the whole text, whose few different tokens repeat often; shares of the live requests."""
+    draw = random.Random(seed)
+    texts = [draw.choices(range(2), k=draw.randint(0, 12)) for _ in range(3)]
+    repeats = RepeatedTexts()
+    repeats.begin(texts)
+    for _ in range(30):
+        emitted = [draw.choices(range(2), k=draw.randint(0, 4)) for _ in texts]
+        repeats.extend(emitted)
+        found = []
+        for text, ids in zip(texts, emitted, strict=True):
+            text += ids
+            newest = text[-REPEATED_TOKENS:]
+            earlier = [text[i : i + REPEATED_TOKENS] for i in range(len(text) - REPEATED_TOKENS)]
+            if ids:
+                found.append(newest in earlier)
+        assert repeats.share == (sum(found) / len(found) if found else 0.0)
