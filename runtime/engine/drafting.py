@@ -20,11 +20,10 @@ from alspec.predictor import first_lossy_length
 from alspec.runtime.cache.codecs import Cache, check_head_dim, new_cache
 from alspec.runtime.decode.decode_step import DecodeStep
 from alspec.runtime.decode.hooks import OperationHook
-from alspec.runtime.decode.rounds.draft_policy import DraftPolicy
+from alspec.runtime.decode.rounds.draft_policy import DraftPolicy, RepeatedTexts
 from alspec.runtime.decode.rounds.drafter import Drafter
 from alspec.runtime.decode.rounds.model_drafter import ModelDrafter, SelfDrafter
 from alspec.runtime.decode.rounds.ngram_drafter import NgramDrafter
-from alspec.runtime.decode.rounds.repeated_texts import RepeatedTexts
 from alspec.runtime.decode.rounds.round_step import RoundStep
 from alspec.runtime.decode.rounds.row_forward import RowForward
 from alspec.runtime.distributed.placement import PeerMemory

@@ -34,8 +34,7 @@ from alspec.runtime.decode.captured_step import capture_graph
 from alspec.runtime.decode.decode_step import RECENT_STEPS, StepRecord
 from alspec.runtime.decode.hooks import OperationHook, no_hook
 from alspec.runtime.decode.rounds.device_drafters import DeviceDrafter
-from alspec.runtime.decode.rounds.draft_policy import DraftPolicy
-from alspec.runtime.decode.rounds.repeated_texts import texts_so_far
+from alspec.runtime.decode.rounds.draft_policy import DraftPolicy, texts_so_far
 from alspec.runtime.decode.rounds.row_decoder import RowDecoder
 from alspec.runtime.decode.step_ring import StepRing
 

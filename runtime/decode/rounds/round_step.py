@@ -29,9 +29,8 @@ from alspec.kernels.sampling.logprobs import Logprobs, logprobs_ref
 from alspec.runtime.decode.decode_step import StepRecord, warm_up
 from alspec.runtime.decode.eager_sampling import sample, starting_counts
 from alspec.runtime.decode.rounds.acceptance import accepted_drafts, max_drafts, round_rows, seen_by_rows
-from alspec.runtime.decode.rounds.draft_policy import DraftPolicy, round_cost
+from alspec.runtime.decode.rounds.draft_policy import DraftPolicy, round_cost, texts_so_far
 from alspec.runtime.decode.rounds.drafter import Drafter, DraftRequest, Drafts
-from alspec.runtime.decode.rounds.repeated_texts import texts_so_far
 from alspec.runtime.decode.rounds.row_forward import RowForward
 from alspec.runtime.decode.rounds.token_history import TokenHistory
 from alspec.runtime.faults.bad_steps import bad_logits_error

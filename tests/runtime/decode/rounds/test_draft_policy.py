@@ -10,13 +10,14 @@ import pytest
 from alspec.runtime.decode.rounds.draft_policy import (
     BY_REPEATS,
     BY_TIME,
+    REPEATED_TOKENS,
     RESUME_MARGIN,
     ROW_COST,
     WINDOW_ROUNDS,
     DraftPolicy,
+    RepeatedTexts,
     round_cost,
 )
-from alspec.runtime.decode.rounds.repeated_texts import REPEATED_TOKENS, RepeatedTexts
 
 _, PROBE_ROUNDS, FIRST_PAUSE_STEPS, LONGEST_PAUSE_STEPS = BY_TIME
 
