@@ -21,7 +21,17 @@ from alspec.runtime.decode.rounds.row_forward import RowForward
 from alspec.runtime.decode.rounds.token_history import TokenHistory
 from alspec.runtime.engine.engine import Engine
 
-__all__ = ["CoinDrafter", "ConstantDrafter", "cached", "engine_of", "generated", "put_captured", "put_drafter"]
+__all__ = [
+    "CoinDrafter",
+    "ConstantDrafter",
+    "ListsForward",
+    "NoDrafter",
+    "cached",
+    "engine_of",
+    "generated",
+    "put_captured",
+    "put_drafter",
+]
 
 
 def engine_of(folder: Path, **options: Any) -> Engine:
@@ -73,6 +83,19 @@ class CoinDrafter:
         return 0.0
 
 
+class NoDrafter:
+    """Proposes nothing: each round is a plain step."""
+
+    def begin(self, history: TokenHistory) -> None:
+        pass
+
+    def draft(self, request: DraftRequest) -> Drafts:
+        return Drafts(torch.zeros(len(request.max_drafts), request.width).long(), 0 * request.max_drafts)
+
+    def cost(self, seq_lens: list[int]) -> float:
+        return 0.0
+
+
 class ConstantDrafter:
     """Proposes one token only."""
 
@@ -100,8 +123,24 @@ def put_captured(engine: Engine) -> None:
     engine.decode_step = step
 
 
-def put_drafter(engine: Engine, drafter: Drafter, num_drafts: int) -> None:
-    """Replace the engine's step by rounds with this drafter. The engine is loaded."""
+class ListsForward(RowForward):
+    """Keeps the recall lists that each round leaves, [L, ...] for a request and the length that they are for."""
+
+    def begin(self) -> None:
+        self.left: dict[tuple[int, int], Tensor] = {}
+        super().begin()
+
+    def recall_rows(self, rows: Tensor, seq_lens: Tensor) -> None:
+        super().recall_rows(rows, seq_lens)
+        assert self._recall is not None
+        for request, length in enumerate(seq_lens.tolist()):
+            self.left[request, length] = self._recall.lists[:, request].clone()
+
+
+def put_drafter(engine: Engine, drafter: Drafter, num_drafts: int, recall_blocks: int = 0) -> RowForward:
+    """Replace the engine's step by rounds with this drafter, and sink and window of 64 tokens. The engine is loaded."""
     assert isinstance(engine.decode_step, RoundStep)
-    forward = RowForward(engine.model, engine.cache, engine.connected(), 128, engine._step_operation)
+    kind = ListsForward if recall_blocks else RowForward
+    forward = kind(engine.model, engine.cache, engine.connected(), 64, engine._step_operation, recall_blocks)
     engine.decode_step = RoundStep(forward, drafter, num_drafts, DraftPolicy(always=True))
+    return forward

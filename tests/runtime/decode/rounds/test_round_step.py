@@ -8,11 +8,22 @@ from typing import Any
 
 import pytest
 import torch
-from round_cases import CoinDrafter, ConstantDrafter, cached, engine_of, generated, put_captured, put_drafter
+from round_cases import (
+    CoinDrafter,
+    ConstantDrafter,
+    ListsForward,
+    NoDrafter,
+    cached,
+    engine_of,
+    generated,
+    put_captured,
+    put_drafter,
+)
 from tiers import covering, fast
 
 from alspec.config import SamplingConfig
 from alspec.errors import BadNumbersError
+from alspec.runtime.decode.rounds.row_forward import RowForward
 from alspec.runtime.engine.generation import Token
 
 CODECS = ["bf16", "turbo4", "turboquant3", "hybrid-k4v2"]
@@ -101,14 +112,15 @@ def test_a_quantised_copy_drafts_for_the_model(
 
 
 def check_rounds_by_chance(folder: Path, make_prompt: Any, codec: str, seed: int) -> int:
-    """Drafts that are right by chance leave nothing behind: tokens and every byte of the cache are a plain run's.
+    """Drafts that are right by chance leave nothing behind: tokens, lists and cache are those of a plain run.
 
-    Texts go over several blocks. The last rounds of a text see a cache that others have ended at any place.
+    Texts go over several blocks. The last rounds of a text see a cache that others have ended at any place. The lists
+    of one block leave others out: between sink and window of 64 tokens each there are up to three.
 
     Returns:
         Rounds, counted for each request.
     """
-    prompts = [make_prompt(length, seed=seed + length) for length in (62, 126, 3)]
+    prompts = [make_prompt(length, seed=seed + length) for length in (222, 126, 3)]
     sampling = SamplingConfig(max_new_tokens=100, ignore_eos=True, temperature=1.0, seed=seed)
     lengths = [len(ids) + sampling.max_new_tokens - 1 for ids in prompts]
     with engine_of(folder, kv_cache=codec) as engine:
@@ -116,14 +128,32 @@ def check_rounds_by_chance(folder: Path, make_prompt: Any, codec: str, seed: int
         expected = cached(engine, lengths)
     with engine_of(folder, kv_cache=codec, draft="ngram") as engine:
         engine.load(3, max(map(len, prompts)) + sampling.max_new_tokens)
-        texts = [ids + new for ids, new in zip(prompts, tokens, strict=True)]
-        put_drafter(engine, CoinDrafter(texts, seed), 5)
+        plain = put_drafter(engine, NoDrafter(), 1, recall_blocks=1)
         assert generated(engine, prompts, sampling) == tokens
+    with engine_of(folder, kv_cache=codec, draft="ngram") as engine:
+        engine.load(3, max(map(len, prompts)) + sampling.max_new_tokens)
+        texts = [ids + new for ids, new in zip(prompts, tokens, strict=True)]
+        forward = put_drafter(engine, CoinDrafter(texts, seed), 5, recall_blocks=1)
+        assert generated(engine, prompts, sampling) == tokens
+        check_lists(forward, plain)
         rounds = [each for step in engine.generation.rounds for each in step]
         assert {accepted for drafts, accepted in rounds if drafts == 5} >= {0, 1, 2, 3}
         for found, right in zip(cached(engine, lengths), expected, strict=True):
             assert torch.equal(found, right)
     return len(rounds)
+
+
+def check_lists(forward: RowForward, plain: RowForward) -> None:
+    """After each round, the lists are those of plain steps at that length; some of them leave blocks out."""
+    assert isinstance(forward, ListsForward)
+    assert isinstance(plain, ListsForward)
+    compared = forward.left.keys() & plain.left.keys()
+    assert len(compared) >= len(forward.left) - 3, "each text may end behind the last plain step"
+    assert max(length for _, length in compared) > 64 + 2 * 64 + 63 + 64
+    for place in compared:
+        assert torch.equal(forward.left[place], plain.left[place]), place
+    listed = {int(lists.max()) for (request, _), lists in forward.left.items() if request == 0}
+    assert len(listed) > 1, "not always the same block"
 
 
 @pytest.mark.parametrize("codec", fast([*CODECS, "turbo-mixed"], ["turbo4"]))
