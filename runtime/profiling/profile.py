@@ -188,8 +188,11 @@ def measure_rounds(
     if text_ids is not None:
         prompts = prompts_from_text(text_ids, batch_size, context - 1)
     token_ids = first_tokens(engine, context, text_ids, sampling)
-    lengths, rounds = [context] * batch_size, WARMUP_STEPS + num_rounds
-    records = list(engine.decode(token_ids, lengths, rounds, prompts))[WARMUP_STEPS:]
+    lengths = [context] * batch_size
+    list(engine.decode(token_ids, lengths, WARMUP_STEPS, prompts))
+    # The prompt again and a generation of its own, so that the first trial of drafts is measured.
+    token_ids = first_tokens(engine, context, text_ids, sampling)
+    records = list(engine.decode(token_ids, lengths, num_rounds, prompts))
     own_us = torch.tensor([record.step_us for record in records], dtype=torch.float64, device=engine.device)
     drafts = [record.accepted_drafts() for record in records]
     return RoundProfile(context, engine.config.draft_tokens, transport.all_gather_world(own_us).tolist(), drafts)

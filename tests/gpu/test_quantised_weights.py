@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_jobs import licence_ids, needs, run_gpu_worker
+from gpu_jobs import licence_ids, needs, run_gpu_worker, unclear_place
 from quantised_folders import save_quantised
 
 from alspec import Engine
+from alspec.config import SamplingConfig
 from alspec.kernels.linear.decode_weight import DecodeWeight
+from alspec.runtime.engine.generation import Completion
 
 PROMPTS = {320: 1673, 1500: 6021}  # lengths and starts; among those of test_nccl.py
 NEW_TOKENS, LEAD = 24, 0.15  # rounding to bf16 moves no token whose logit leads by more
@@ -33,6 +35,28 @@ def clear_tokens(reference: Any, ids: list[int], tokens: list[int]) -> list[tupl
     is_clear = (best.values[:, 0] - best.values[:, 1] >= LEAD).tolist()
     pairs = zip(tokens, best.indices[:, 0].tolist(), is_clear, strict=True)
     return [(found, expected) for found, expected, clear in pairs if clear]
+
+
+@pytest.mark.parametrize("weights", ["fp8", "int4", "int4-g32"])
+@pytest.mark.parametrize("kv_cache", ["bf16", "turbo4", "turbo2", "turbo-mixed", "turboquant3", "hybrid-k4v2"])
+def test_batches_of_packed_weights_over_each_cache(weights: str, kv_cache: str) -> None:
+    """Each of eight requests gives the clear tokens that it gives alone, which other kernels compute."""
+    how = SamplingConfig(max_new_tokens=NEW_TOKENS, ignore_eos=True, logprobs=2)
+    ids = licence_ids()
+    batch = [ids[131 * n :][: 80 + 61 * n] for n in range(8)]
+    with Engine.from_pretrained(None, dtype="bf16", weights=weights, kv_cache=kv_cache, speculation="off") as engine:
+        compared = 0
+        together = engine.generate(batch, how)
+        assert isinstance(together, list)
+        assert engine.uses_graph
+        for prompt, answer in zip(batch, together, strict=True):
+            alone = engine.generate(prompt, how)
+            assert isinstance(alone, Completion)
+            leads = [each.top[0][1] - each.top[1][1] for each in alone.logprobs or ()]
+            clear = unclear_place(leads, LEAD)
+            assert answer.token_ids[:clear] == alone.token_ids[:clear]
+            compared += clear
+    assert compared > 30
 
 
 @pytest.mark.parametrize("count", [1, 3])
