@@ -109,8 +109,11 @@ class _Chat:
         """Answer the user's lines until the user leaves."""
         if self._user.is_terminal:
             print(f"{model_name(self._engine.config)}: /help lists commands", file=sys.stderr)
-        while (line := self._user.read()) is not None:
+        while True:
             try:
+                line = self._user.read()
+                if line is None:
+                    break
                 reply = self._conversation.obey(line)
                 if self._conversation.has_ended:
                     break

@@ -200,9 +200,17 @@ def test_a_model_that_cannot_chat(model: str, needle: str, make_checkpoint: Call
     assert code == 2
 
 
-def test_input_that_is_not_text(talk: Talk) -> None:
-    code, _, err = talk(b"abc\xff\n")
-    assert (code, err) == (2, "alspec: exit 2: standard input is not UTF-8; give UTF-8 text\n")
+def test_a_line_that_is_not_text_is_left_out(talk: Talk) -> None:
+    """Each such line is one notice; the conversation is that of the other lines."""
+    flags = ("--max-new-tokens", 3, "--ignore-eos")
+    code, out, err = talk(b"hi\n\nabc\xff\xfe\xe9\r\n\xc3\xa9\xed\xa0\x80\nwhat?\n/reset\xe9\nend \xc3", *flags)
+    told = [line.removeprefix("alspec: ") for line in err.splitlines() if line.startswith("alspec")]
+    assert told == [
+        f"line {line} of standard input is not UTF-8 at byte {byte} and is left out; give UTF-8 text"
+        for line, byte in ((3, 3), (4, 2), (6, 6), (7, 4))
+    ]
+    assert (code, out) == talk("hi\nwhat?\n", *flags)[:2]
+    assert len(turns(err)) == 2
 
 
 class Terminal:
