@@ -213,6 +213,20 @@ def test_a_line_that_is_not_text_is_left_out(talk: Talk) -> None:
     assert len(turns(err)) == 2
 
 
+def test_why_short_turns_have_no_hit_rate_is_said_once(talk: Talk) -> None:
+    flags = ("--max-new-tokens", 3, "--ignore-eos", "--speculation", "simulated", "--predictor", "window")
+    notice = "alspec: no hit rate, because below 320 tokens A~ reads everything and cannot miss\n"
+    _, _, err = talk("hi\nwhat?\n/reset\nhi\n", *flags)
+    assert (len(turns(err)), err.count(notice)) == (3, 1)
+    _, _, err = talk("a" * 400 + "\n", *flags)
+    assert "hit rate" in turns(err)[0][3]
+    assert notice not in err
+    assert notice not in talk("hi\n", *flags[:3])[2]
+    assert notice not in talk("hi\n", "--max-new-tokens", 1, *flags[2:])[2]
+    blocks = "alspec: --recall-blocks without effect: --predictor window recalls no blocks\n"
+    assert talk("hi\n", *flags, "--recall-blocks", 8)[2].startswith(blocks)
+
+
 class Terminal:
     """A Python program on a terminal of its own, as a shell starts it."""
 
