@@ -14,7 +14,7 @@ from typing import Any
 from alspec.config import ChatConfig, SamplingConfig
 from alspec.errors import DoesNotFitError, UserError
 from alspec.launch.terminal.conversation import HELP, Conversation
-from alspec.launch.terminal.display import Printer, StatusLine, no_hit_rate, print_turn, use_utf8
+from alspec.launch.terminal.display import Printer, StatusLine, print_turn, use_utf8, why_no_hit_rate
 from alspec.launch.terminal.flags import (
     Parser,
     cuts_without_effect,
@@ -178,7 +178,7 @@ class _Chat:
         is_judged = self._engine.mode != "off" and summary["tokens_per_s"] is not None and not summary["alone_steps"]
         if is_judged and summary["hit_rate"] is None and not self._has_explained_hits:
             self._has_explained_hits = True
-            notify([no_hit_rate(summary["first_lossy_length"])])
+            notify([f"no hit rate: {why_no_hit_rate(summary['first_lossy_length'])}"])
 
     def _end_output(self, printer: Printer) -> Any:
         def end() -> None:

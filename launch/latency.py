@@ -22,7 +22,7 @@ from alspec.errors import AlspecError, UserError
 from alspec.kernels.common.limits import max_batch
 from alspec.launch.latency_rounds import Measured, check_rounds, rounds_table, rounds_title, sweep_rounds
 from alspec.launch.plots.plot_latency import draw, draw_rounds
-from alspec.launch.terminal.display import StatusLine, no_hit_rate
+from alspec.launch.terminal.display import StatusLine, why_no_hit_rate
 from alspec.launch.terminal.flags import (
     Parser,
     check_picture,
@@ -261,7 +261,7 @@ def _without_hit_rate(config: LatencyConfig, contexts: list[int]) -> list[str]:
     """Return a notice: no verdict of these contexts could reject, so that none counts."""
     first_lossy = config.speculation.first_lossy_length
     short = [str(context) for context in contexts if cache_tokens(context, config.steps) <= first_lossy]
-    return [f"contexts of {', '.join(short)} tokens: {no_hit_rate(first_lossy)}"] if short else []
+    return [f"no hit rate at {', '.join(short)} tokens: {why_no_hit_rate(first_lossy)}"] if short else []
 
 
 def _trace(
