@@ -295,7 +295,8 @@ class GenerateConfig(CommandConfig, EngineConfig, SamplingConfig):
     prompt: str | None = Field(default=None, description="text to continue")
     prompt_file: FilePath | None = Field(
         default=None,
-        description="file with a prompt, - for standard input; its last line end is dropped. *.jsonl: a batch, with "
+        description="file with a prompt, - for standard input; its last line end is dropped. *.jsonl, or standard "
+        "input whose first line is such an object: a batch, with "
         '{"prompt": "..."}, {"prompt_ids": [1, 2]} or {"messages": [...]} (for the chat template) in each line; other '
         "keys of a line are written with the answer",
     )

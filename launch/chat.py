@@ -14,7 +14,7 @@ from typing import Any
 from alspec.config import ChatConfig, SamplingConfig
 from alspec.errors import DoesNotFitError, UserError
 from alspec.launch.terminal.conversation import HELP, Conversation
-from alspec.launch.terminal.display import Printer, StatusLine, print_turn, use_utf8
+from alspec.launch.terminal.display import Printer, StatusLine, print_turn, use_utf8, why_no_hit_rate
 from alspec.launch.terminal.flags import (
     Parser,
     cuts_without_effect,
@@ -86,7 +86,7 @@ def _load(config: ChatConfig, engine: Engine, status: StatusLine) -> None:
     status.clear()
     if engine.placement.rank == 0:
         advice = "use --speculation simulated, or paired on two ranks"
-        ignored = speculation_without_effect(config, advice) if engine.mode == "off" else []
+        ignored = speculation_without_effect(config, engine.mode != "off", advice)
         notify([*engine.take_notices(), *notices, *cuts_without_effect(config), *ignored])
 
 
@@ -104,13 +104,17 @@ class _Chat:
     ) -> None:
         self._config, self._engine, self._tokenizer = config, engine, tokenizer
         self._conversation, self._user, self._status = conversation, user, status
+        self._has_explained_hits = False
 
     def run(self) -> None:
         """Answer the user's lines until the user leaves."""
         if self._user.is_terminal:
             print(f"{model_name(self._engine.config)}: /help lists commands", file=sys.stderr)
-        while (line := self._user.read()) is not None:
+        while True:
             try:
+                line = self._user.read()
+                if line is None:
+                    break
                 reply = self._conversation.obey(line)
                 if self._conversation.has_ended:
                     break
@@ -165,7 +169,16 @@ class _Chat:
             "no more tokens fit" if sampling.max_new_tokens == room else f"--max-new-tokens {sampling.max_new_tokens}"
         )
         note = "stopped" if is_stopped else f"cut: {reason}" if request.finish_reason == "length" else None
-        print_turn(summarize(engine.generation, engine.config.speculation.first_lossy_length), note)
+        summary = summarize(engine.generation, engine.config.speculation.first_lossy_length)
+        print_turn(summary, note)
+        self._explain_hits(summary)
+
+    def _explain_hits(self, summary: dict[str, Any]) -> None:
+        """Say once why a turn of a speculating mode has no hit rate."""
+        is_judged = self._engine.mode != "off" and summary["tokens_per_s"] is not None and not summary["alone_steps"]
+        if is_judged and summary["hit_rate"] is None and not self._has_explained_hits:
+            self._has_explained_hits = True
+            notify([f"no hit rate: {why_no_hit_rate(summary['first_lossy_length'])}"])
 
     def _end_output(self, printer: Printer) -> Any:
         def end() -> None:

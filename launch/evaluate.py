@@ -81,6 +81,9 @@ def _run(config: EvaluateConfig, command: str) -> int:
         raise UserError("flags: --text: none given; give a .txt, .jsonl or .jsonl.xz file")
     if config.max_context is not None:
         raise UserError("flags: --max-context: lengths come from --contexts; leave it out")
+    recall_blocks = EvaluateConfig().speculation.recall_blocks
+    if config.speculation.predictor == "window" and config.speculation.recall_blocks != recall_blocks:
+        raise UserError("flags: --recall-blocks: --predictor window recalls no blocks; leave one of them out")
     if config.draft != "off":
         return evaluate_drafts(config, command)
     _check(config)
@@ -114,6 +117,7 @@ def _check_effects(config: EvaluateConfig) -> None:
     """Refuse settings that are not the default and would change nothing."""
     codecs = config.codecs or (config.kv_cache,)
     is_quantised = set(codecs) != {"bf16"}
+    counted = config.recall_counts is None, "--recall-counts names the numbers of blocks; add it there"
     mixed = "turbo-mixed" in codecs, "only turbo-mixed has heads of 2 bits; add it to --codecs"
     protected = is_quantised, "a bf16 cache has no quantised layers; add another one to --codecs"
     has_keys, has_values = (any(has(codec) for codec in codecs) for has in (has_turboquant_keys, rotates_values))
@@ -133,7 +137,8 @@ def _check_effects(config: EvaluateConfig) -> None:
         "draft_tokens": (False, "only --draft has drafts; give one of its drafters"),
         "temperatures": (False, "only --draft generates at a temperature; give one of its drafters"),
         "depths": (config.needles > 0, "only needles have a depth; give --needles"),
-        "predictor": (config.recall_counts is None, "--recall-counts names the numbers of blocks; add it there"),
+        "predictor": counted,
+        "recall_blocks": counted,
     }
     given, default = (vars(one) | vars(one.speculation) for one in (config, EvaluateConfig()))
     for name, (has_effect, reason) in effects.items():

@@ -131,9 +131,8 @@ def _without_effect(config: GenerateConfig, is_batch: bool, mode: str) -> list[s
         notices.append("--logprobs without effect: they are written to the file of --json")
     if config.draft == "off" and config.draft_tokens != GenerateConfig.model_fields["draft_tokens"].default:
         notices.append("--draft-tokens without effect: --draft is off")
-    if mode == "off":
-        notices += speculation_without_effect(config, "use --speculation simulated, or paired on two ranks")
-    return notices
+    advice = "use --speculation simulated, or paired on two ranks"
+    return notices + speculation_without_effect(config, mode != "off", advice)
 
 
 def _finish(config: GenerateConfig, engine: Engine, extras: list[dict[str, Any]]) -> None:

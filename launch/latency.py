@@ -22,7 +22,7 @@ from alspec.errors import AlspecError, UserError
 from alspec.kernels.common.limits import max_batch
 from alspec.launch.latency_rounds import Measured, check_rounds, rounds_table, rounds_title, sweep_rounds
 from alspec.launch.plots.plot_latency import draw, draw_rounds
-from alspec.launch.terminal.display import StatusLine
+from alspec.launch.terminal.display import StatusLine, why_no_hit_rate
 from alspec.launch.terminal.flags import (
     Parser,
     check_picture,
@@ -85,10 +85,8 @@ def _run(config: LatencyConfig, command: str) -> int:
     _check(config)
     _check_modes(config)
     if Placement.from_environment().rank == 0:
-        notices = cuts_without_effect(config)
-        if "paired" not in _modes(config):
-            notices += speculation_without_effect(config, "add --modes paired")
-        notify(notices)
+        speculates = "paired" in _modes(config)
+        notify([*cuts_without_effect(config), *speculation_without_effect(config, speculates, "add --modes paired")])
     results: list[Measured] = []
     with _show_if_stopped(results, config):
         for single in _configs(config):
@@ -235,6 +233,8 @@ def _sweep(
     engine.load(config.batch, config.max_context or cache_tokens(contexts[-1], config.steps))
     status.clear()
     notify(engine.take_notices() if is_first else [])
+    if is_first and engine.mode == "paired" and "real" in rates:
+        notify(_without_hit_rate(config, contexts))
     # Eager steps are recorded while they run. Captured steps are profiled afterwards, by `_trace`.
     engine.timeline.enabled = config.trace is not None and not engine.is_fused
     for rate, forced in verdicts:
@@ -255,6 +255,13 @@ def _sweep(
         _trace(config, engine, contexts[-1], text_ids, results[-1][0])
     status.clear()
     engine.close()
+
+
+def _without_hit_rate(config: LatencyConfig, contexts: list[int]) -> list[str]:
+    """Return a notice: no verdict of these contexts could reject, so that none counts."""
+    first_lossy = config.speculation.first_lossy_length
+    short = [str(context) for context in contexts if cache_tokens(context, config.steps) <= first_lossy]
+    return [f"no hit rate at {', '.join(short)} tokens: {why_no_hit_rate(first_lossy)}"] if short else []
 
 
 def _trace(

@@ -17,7 +17,7 @@ from rich.table import Table
 from alspec.runtime.engine.generation import Token
 from alspec.runtime.engine.memory import GIB
 
-__all__ = ["Printer", "StatusLine", "print_panel", "print_turn", "shows_color", "use_utf8"]
+__all__ = ["Printer", "StatusLine", "print_panel", "print_turn", "shows_color", "use_utf8", "why_no_hit_rate"]
 
 
 class StatusLine:
@@ -130,6 +130,11 @@ def _shade(hit_rate: float) -> Style:
     )
 
 
+def why_no_hit_rate(first_lossy: int) -> str:
+    """Why short contexts have no hit rate. first_lossy: tokens from which on it is counted."""
+    return f"below {first_lossy} tokens A~ reads everything and cannot miss"
+
+
 def print_panel(summary: dict[str, Any]) -> None:
     """The closing panel, on stderr; plain when stderr is no terminal."""
     console = Console(stderr=True)
@@ -196,7 +201,7 @@ def _rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     if summary["hit_rate"] is not None:
         rows.append(("hit rate", f"{100 * summary['hit_rate']:.1f} % at lambda {summary['threshold']:g}"))
     elif summary["mode"] in ("paired", "simulated") and summary["tokens_per_s"] is not None and not alone:
-        rows.append(("hit rate", "- (of so short a text A~ reads everything: it cannot miss)"))
+        rows.append(("hit rate", f"- ({why_no_hit_rate(summary['first_lossy_length'])})"))
     if alone:
         why = "a pair did not pay (--pair-always speculates all the same)"
         rows.append(("alone", f"{alone} steps in which each group decoded alone: {why}"))

@@ -294,9 +294,19 @@ def cuts_without_effect(config: ChoiceConfig) -> list[str]:
     return [f"{listed} without effect: temperature 0 takes the most likely token"]
 
 
-def speculation_without_effect(config: EngineConfig, advice: str) -> list[str]:
-    """Return notices: settings of speculation have no effect in mode off. Call it only in mode off."""
+def speculation_without_effect(config: EngineConfig, speculates: bool, advice: str) -> list[str]:
+    """Return notices: settings of speculation have no effect in mode off, nor blocks where the predictor recalls none.
+
+    Args:
+        speculates: the mode is not off.  advice: how to speculate.
+    """
     default, own = SpeculationConfig(), config.speculation
+    notices = []
+    has_predictor = speculates or config.draft == "self"
+    if has_predictor and own.predictor == "window" and own.recall_blocks != default.recall_blocks:
+        notices.append("--recall-blocks without effect: --predictor window recalls no blocks")
+    if speculates:
+        return notices
     flags = {
         "threshold": "threshold",
         "chunk_size": "chunk",
@@ -307,9 +317,9 @@ def speculation_without_effect(config: EngineConfig, advice: str) -> list[str]:
     if config.draft == "self":  # whose drafts are made by the predictor
         flags = {name: flags[name] for name in ("threshold", "always")}
     given = [f"--{flag}" for name, flag in flags.items() if getattr(own, name) != getattr(default, name)]
-    if not given:
-        return []
-    return [f"{' and '.join(given)} without effect: mode off does not speculate; {advice}"]
+    if given:
+        notices.append(f"{' and '.join(given)} without effect: mode off does not speculate; {advice}")
+    return notices
 
 
 def check_picture(name: str, path: Path | None) -> None:

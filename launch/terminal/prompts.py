@@ -46,14 +46,13 @@ def read_prompts(config: GenerateConfig, engine: Engine) -> GivenPrompts:
         UserError: no usable prompt, or an output file that cannot be written; raised on every rank.
     """
 
-    def read() -> tuple[list[tuple[list[int], dict[str, Any]]], list[str]]:
+    def read() -> tuple[list[tuple[list[int], dict[str, Any]]], bool, list[str]]:
         check_writable("json", config.json_file)
         check_writable("trace", config.trace)
-        prompts = _read(config)
-        return [(_encode(line, config, engine), line.extra) for line in prompts], _notices(prompts, config)
+        prompts, is_batch = _read(config)
+        return [(_encode(line, config, engine), line.extra) for line in prompts], is_batch, _notices(prompts, config)
 
-    found, notices = from_first_rank(engine, read)
-    is_batch = config.prompt_file is not None and _is_batch(config.prompt_file)
+    found, is_batch, notices = from_first_rank(engine, read)
     return GivenPrompts([ids for ids, _ in found], [extra for _, extra in found], is_batch, notices)
 
 
@@ -89,8 +88,18 @@ def from_first_rank(engine: Engine, read: Callable[[], _T]) -> _T:
     return found
 
 
-def _is_batch(path: Path) -> bool:
-    return path.suffix.lower() == ".jsonl"
+def _is_batch(path: Path, text: str) -> bool:
+    """Whether a file holds a request in each line: by its name, or by the first line of standard input, without one."""
+    return _begins_with_request(text) if is_dash(path) else path.suffix.lower() == ".jsonl"
+
+
+def _begins_with_request(text: str) -> bool:
+    first = next((line for line in text.split("\n") if line.strip()), "")
+    try:
+        value = parse_json(first)
+    except ValueError:
+        return False
+    return isinstance(value, dict) and any(kind in value for kind in _KINDS)
 
 
 @dataclass(frozen=True)
@@ -117,15 +126,16 @@ def _notices(prompts: list[_Prompt], config: GenerateConfig) -> list[str]:
     return [f"--system: {own} of {len(prompts)} requests have a system message of their own, which they keep"]
 
 
-def _read(config: GenerateConfig) -> list[_Prompt]:
+def _read(config: GenerateConfig) -> tuple[list[_Prompt], bool]:
+    """The prompts, and whether they are a batch with one in each line."""
     if config.prompt_ids is not None:
-        return [_Prompt(ids=list(config.prompt_ids))]
+        return [_Prompt(ids=list(config.prompt_ids))], False
     if config.prompt is not None:
         text = config.prompt
     elif config.prompt_file is not None:
         text = _read_stdin() if is_dash(config.prompt_file) else _read_file(config.prompt_file)
-        if _is_batch(config.prompt_file):
-            return _read_jsonl(text, config.prompt_file)
+        if _is_batch(config.prompt_file, text):
+            return _read_jsonl(text, "standard input" if is_dash(config.prompt_file) else str(config.prompt_file)), True
         text = _without_line_end(text)
         if not text:
             raise UserError(f"prompt_file: {config.prompt_file} is empty; give a file with a text")
@@ -135,7 +145,7 @@ def _read(config: GenerateConfig) -> list[_Prompt]:
             raise UserError("prompt: none given; give --prompt, --prompt-file, --prompt-ids or text on standard input")
     if not text:
         raise UserError("prompt: expected a text, found an empty one")  # given by --prompt
-    return [_Prompt(text)]
+    return [_Prompt(text)], False
 
 
 def _without_line_end(text: str) -> str:
@@ -173,7 +183,7 @@ def _read_file(path: Path) -> str:
         raise UserError(f"prompt_file: {path} is not UTF-8 at byte {error.start}; give a UTF-8 text file") from None
 
 
-def _read_jsonl(text: str, path: Path) -> list[_Prompt]:
+def _read_jsonl(text: str, path: str) -> list[_Prompt]:
     # Not `splitlines`: strings in JSON may contain U+2028 and other line ends.
     prompts = [_read_line(line, f"{path}:{number}") for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not prompts:

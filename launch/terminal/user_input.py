@@ -44,7 +44,7 @@ class UserInput:
         self._is_reading = False
         self._before: Any = None
         self._settings: list[Any] = []
-        self._is_first_line = True
+        self._num_lines = 0  # so far
 
     def __enter__(self) -> UserInput:
         if self.is_terminal and self._edits:
@@ -53,8 +53,10 @@ class UserInput:
 
                 if self._takes_key:
                     readline.parse_and_bind(rf'"\C-c": "\C-e{_PRESSED}\C-m"')
-        if not self.is_terminal and sys.stdin is not None and isinstance(sys.stdin, io.TextIOWrapper):
-            sys.stdin.reconfigure(encoding="utf-8", errors="strict", newline=None)  # CR LF, too
+        if isinstance(sys.stdin, io.TextIOWrapper):  # bytes that are no text become surrogates: see `read`
+            sys.stdin.reconfigure(errors="surrogateescape")
+            if not self.is_terminal:
+                sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape", newline=None)  # CR LF, too
         if self._takes_signal and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             self._before = signal.signal(signal.SIGINT, self._on_interrupt)
         if self._takes_key:
@@ -99,7 +101,7 @@ class UserInput:
         """The next line that is not blank, without its line end; None: the user leaves.
 
         Raises:
-            UserError: standard input is not UTF-8.
+            UserError: the line is not UTF-8; the next call reads on behind it.
         """
         while True:
             try:
@@ -113,9 +115,19 @@ class UserInput:
                 continue
             finally:
                 self._raises = self._is_reading = False
+            self._num_lines += 1
             if line.strip():
                 self.presses = 0
+                self._check_utf8(line)
                 return line
+
+    def _check_utf8(self, line: str) -> None:
+        try:
+            line.encode("utf-8")
+        except UnicodeEncodeError as error:
+            place = len(line[: error.start].encode("utf-8"))
+            where = "the line" if self.is_terminal else f"line {self._num_lines} of standard input"
+            raise UserError(f"{where} is not UTF-8 at byte {place} and is left out; give UTF-8 text") from None
 
     def _read_line(self) -> str:
         if self._edits:
@@ -127,18 +139,14 @@ class UserInput:
             return line
         if self.is_terminal:
             print(PROMPT, end="", file=sys.stderr, flush=True)
-        try:
-            line = "" if sys.stdin is None else sys.stdin.readline()
-        except UnicodeDecodeError:
-            raise UserError("standard input is not UTF-8; give UTF-8 text") from None
+        line = "" if sys.stdin is None else sys.stdin.readline()
         if self._takes_key and CTRL_C.decode() in line:
             self._press(is_line_empty=line.strip() == CTRL_C.decode())
             raise KeyboardInterrupt
         if not line:
             raise EOFError
-        if self._is_first_line:
+        if self._num_lines == 0:
             line = line.removeprefix("\ufeff")
-        self._is_first_line = False
         return line.removesuffix("\n")
 
     def _forget_line(self) -> None:

@@ -78,7 +78,8 @@ class Engine(Resources):
 
         Tokens at the start of a prompt that the cache still holds from the last call are not processed again: see
         runtime/engine/kept_prefix.py, and `generation.reused_tokens`. A prompt for which the cache is too small
-        replaces it: set `max_context` for a conversation.
+        replaces it: set `max_context` for a conversation. So does another number of rows (prompts times answers), a
+        smaller one too: the cache, the buffers of a step and its captured graph have one batch size.
 
         Args:
             prompt: a text or token ids, or a list of such prompts.

@@ -147,6 +147,7 @@ def summarize(generation: Generation, first_lossy: int) -> dict[str, Any]:
         "tokens_per_s": decoded / (sum(generation.step_us) / 1e6) if tokens_ms else None,
         "hit_rate": hit_rate,
         "hit_rate_per_layer": per_layer,
+        "first_lossy_length": first_lossy,
         "alone_steps": len(generation.hits) - len(judged),
         "drafts": draft_summary(generation.rounds),
     }

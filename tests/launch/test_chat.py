@@ -200,9 +200,31 @@ def test_a_model_that_cannot_chat(model: str, needle: str, make_checkpoint: Call
     assert code == 2
 
 
-def test_input_that_is_not_text(talk: Talk) -> None:
-    code, _, err = talk(b"abc\xff\n")
-    assert (code, err) == (2, "alspec: exit 2: standard input is not UTF-8; give UTF-8 text\n")
+def test_a_line_that_is_not_text_is_left_out(talk: Talk) -> None:
+    """Each such line is one notice; the conversation is that of the other lines."""
+    flags = ("--max-new-tokens", 3, "--ignore-eos")
+    code, out, err = talk(b"hi\n\nabc\xff\xfe\xe9\r\n\xc3\xa9\xed\xa0\x80\nwhat?\n/reset\xe9\nend \xc3", *flags)
+    told = [line.removeprefix("alspec: ") for line in err.splitlines() if line.startswith("alspec")]
+    assert told == [
+        f"line {line} of standard input is not UTF-8 at byte {byte} and is left out; give UTF-8 text"
+        for line, byte in ((3, 3), (4, 2), (6, 6), (7, 4))
+    ]
+    assert (code, out) == talk("hi\nwhat?\n", *flags)[:2]
+    assert len(turns(err)) == 2
+
+
+def test_why_short_turns_have_no_hit_rate_is_said_once(talk: Talk) -> None:
+    flags = ("--max-new-tokens", 3, "--ignore-eos", "--speculation", "simulated", "--predictor", "window")
+    notice = "alspec: no hit rate: below 320 tokens A~ reads everything and cannot miss\n"
+    _, _, err = talk("hi\nwhat?\n/reset\nhi\n", *flags)
+    assert (len(turns(err)), err.count(notice)) == (3, 1)
+    _, _, err = talk("a" * 400 + "\n", *flags)
+    assert "hit rate" in turns(err)[0][3]
+    assert notice not in err
+    assert notice not in talk("hi\n", *flags[:3])[2]
+    assert notice not in talk("hi\n", "--max-new-tokens", 1, *flags[2:])[2]
+    blocks = "alspec: --recall-blocks without effect: --predictor window recalls no blocks\n"
+    assert talk("hi\n", *flags, "--recall-blocks", 8)[2].startswith(blocks)
 
 
 class Terminal:

@@ -103,6 +103,14 @@ def text(tmp_path: Path) -> Path:
         (["--draft", "ngram", "--contexts", "128"], "--contexts: expected more than 128 tokens, as 64 of them are "),
         (["--draft", "ngram", "--contexts", "8k"], "16 windows of 8192 tokens needed"),
         (["--draft", "self", "--speculation", "simulated"], "--speculation: drafts are measured without; leave it out"),
+        *(
+            (
+                ["--recall-blocks", "8", "--predictor", "window", *draft],
+                "--recall-blocks: --predictor window recalls no ",
+            )
+            for draft in ([], ["--draft", "self"])
+        ),
+        (["--recall-blocks", "8", "--recall-counts", "16"], "--recall-blocks: --recall-counts names the numbers of "),
         (["--draft", "n-gram"], "--draft: expected off, ngram, self or model:DIR, found 'n-gram'"),
         (["--windos", "3"], "unknown flag --windos; the nearest valid name is --windows"),
     ],

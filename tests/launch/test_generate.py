@@ -166,7 +166,7 @@ def test_a_hit_rate_of_a_short_text_is_not_shown(run: Run, checkpoint: Path) -> 
         assert code == 0
         (shown,) = re.findall("^hit rate: (.*)$", err, re.MULTILINE)
         if is_short:
-            assert shown == "- (of so short a text A~ reads everything: it cannot miss)"
+            assert shown == "- (below 320 tokens A~ reads everything and cannot miss)"
         else:
             assert re.fullmatch(r"\d+\.\d % at lambda 0\.1", shown)
     code, _, err = run("--model", checkpoint, "--prompt", PROMPT, "--max-new-tokens", 1, "--speculation", "simulated")
@@ -302,6 +302,9 @@ def test_color_is_for_terminals(run: Run, checkpoint: Path, monkeypatch: pytest.
     assert err.startswith("alspec: --color shades nothing: standard output is no terminal; FORCE_COLOR=1 shades all ")
 
 
+NO_BLOCKS = "--recall-blocks without effect: --predictor window recalls no blocks"
+
+
 @pytest.mark.parametrize(
     ("flags", "notice"),
     [
@@ -325,6 +328,10 @@ def test_color_is_for_terminals(run: Run, checkpoint: Path, monkeypatch: pytest.
             "or paired on two ranks",
         ),
         pytest.param(("--threshold", 0.3, "--speculation", "simulated"), "", marks=full),
+        (("--recall-blocks", 8, "--predictor", "window", "--speculation", "simulated"), NO_BLOCKS),
+        (("--recall-blocks", 8, "--predictor", "window", "--draft", "self"), NO_BLOCKS),
+        pytest.param(("--recall-blocks", 8, "--draft", "self"), "", marks=full),
+        pytest.param(("--predictor", "window", "--speculation", "simulated"), "", marks=full),
         pytest.param((), "", marks=full),
     ],
     ids=str,

@@ -72,6 +72,31 @@ def test_only_the_first_rank_prints_notices(
     assert capsys.readouterr().err == ("" if rank else told)
 
 
+@pytest.mark.parametrize("flags", [["--modes", "paired"], ["--draft", "self"], []], ids=" ".join)
+def test_blocks_that_no_predictor_recalls(
+    flags: list[str],
+    as_rank: Callable[[int, int], None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    as_rank(0, 2)
+    monkeypatch.setattr(latency, "_measure", lambda *_: None)
+    monkeypatch.setattr(latency, "_write", lambda *_: None)
+    given = ["--transport", "gloo", "--predictor", "window", "--recall-blocks", "8", *flags]
+    assert latency.main(given) == 0
+    told = "--recall-blocks without effect: --predictor window recalls no blocks"
+    off = "--predictor and --recall-blocks without effect: mode off does not speculate; add --modes paired"
+    assert capsys.readouterr().err == f"alspec: {told if flags else off}\n"
+
+
+def test_contexts_without_hit_rate_are_named() -> None:
+    """Those whose last measured step reads fewer tokens than `A~` does."""
+    steps = 1344 - cache_tokens(1000, 0) + 1  # the last one reads 1344 tokens, from 1000 on
+    notice = "no hit rate at 999 tokens: below 1344 tokens A~ reads everything and cannot miss"
+    assert latency._without_hit_rate(config_of(steps=steps), [999, 1000, 2000]) == [notice]
+    assert latency._without_hit_rate(config_of(steps=steps, speculation={"predictor": "window"}), [999]) == []
+
+
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [

@@ -237,6 +237,37 @@ def test_a_dash_is_standard_input_and_output(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_standard_input_that_begins_with_a_request_is_a_batch(
+    generate_text: GenerateText, run: Run, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As the same lines in a file; any other text, and standard input without the flag, is one prompt."""
+
+    def give(text: str) -> None:
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+
+    path = tmp_path / "prompts.jsonl"
+    messages = '{"messages": [{"role": "user", "content": "b"}]}'
+    lines = f'\ufeff\n {{"id": 7, "prompt": "a"}}\r\n{{"prompt_ids": [1, 2]}}\n{messages}'
+    path.write_text(lines, encoding="utf-8")
+    give(lines)
+    expected = generate_text("--prompt-file", path, *SMALL)
+    assert generate_text("--prompt-file", "-", *SMALL) == expected
+    assert len(expected.splitlines()) == 3
+
+    give(lines)
+    assert generate_text(*SMALL) == generate_text("--prompt", lines.removeprefix("\ufeff").replace("\r", ""), *SMALL)
+    for text in ('{"text": "a"}\n{"prompt": "b"}', '["prompt"]', "{", '"prompt"', '{"prompt": "a"} and more'):
+        give(text)
+        assert generate_text("--prompt-file", "-", *SMALL) == generate_text("--prompt", text, *SMALL)
+
+    for text, line in (('{"prompt": "a"}\n\nb\n', 3), ('{"prompt": 1}', 1), ('{"messages": []}', 1)):
+        give(text)
+        code, out, err = run("--model", checkpoint, "--transport", "gloo", "--prompt-file", "-", *SMALL)
+        assert (code, out) == (2, "")
+        assert err.startswith(f"alspec: exit 2: prompt_file: standard input:{line}: ")
+        assert err.count("\n") == 1
+
+
 def test_a_batch_equals_each_request_alone(
     generate_text: GenerateText, generate_json: Callable[..., Any], tmp_path: Path
 ) -> None:

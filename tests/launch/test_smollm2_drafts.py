@@ -1,0 +1,104 @@
+"""A real model on the CPU: texts with drafts are those of plain decoding, and those of a pair are simulated ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from paths import ROOT
+
+from alspec.config import EngineConfig, validate
+from alspec.errors import UserError
+from alspec.models.checkpoint.source import model_config as config_of
+from alspec.models.checkpoint.source import model_path, open_tokenizer
+
+pytestmark = [pytest.mark.full, pytest.mark.slow]
+
+NEW_TOKENS = 24
+# From 448 tokens on, sink, window and two recalled blocks leave out tokens.
+BLOCKS = ("--recall-blocks", 2)
+# SmolLM2 has 9 query heads and 3 KV heads: a group has 1, 3 or 9 ranks.
+GROUP = 3
+DRAFTERS = ["ngram", "self", "model:smollm2"]
+CACHES = ["bf16", "turbo4"]
+
+Generate = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    """Token ids of 37, 700 and 1500 tokens."""
+    config = validate(EngineConfig, {"model": "smollm2"}, "test")
+    try:
+        model_path(config)
+    except UserError as error:
+        pytest.skip(str(error))
+    tokenizer = open_tokenizer(config, config_of(config))
+    ids = tokenizer.encode((ROOT / "LICENSE").read_text(encoding="utf-8"))
+    return [ids[:37], ids[100:800], ids[600:2100]]
+
+
+@pytest.fixture(scope="module")
+def generate(prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory) -> Generate:
+    """`generate(ranks, "--flag", ...)`: what --json writes for the prompts, as one batch; the same run is made once."""
+    folder = tmp_path_factory.mktemp("smollm2")
+    path = folder / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt_ids": ids}) + "\n" for ids in prompts), encoding="utf-8")
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+
+    def call(ranks: int, *flags: object) -> dict[str, Any]:
+        if (ranks, *flags) not in found:
+            found[ranks, *flags] = _run(ranks, path, folder / "out.json", flags)
+        return found[ranks, *flags]
+
+    return call
+
+
+def _run(ranks: int, prompts: Path, out: Path, flags: tuple[object, ...]) -> dict[str, Any]:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks] if ranks > 1 else []
+    model = ["--model", "smollm2", "--dtype", "fp32", "--transport", "gloo"]
+    length = ["--prompt-file", prompts, "--max-new-tokens", NEW_TOKENS, "--ignore-eos", "--json", out]
+    command = [sys.executable, *torchrun, ROOT / "launch" / "generate.py", *model, *length, *flags]
+    done = subprocess.run(
+        list(map(str, command)), env=os.environ | {"OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL,
+        capture_output=True, text=True, timeout=230,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    written: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
+    assert written["summary"]["world_size"] == ranks
+    return written
+
+
+def texts(found: dict[str, Any]) -> list[list[int]]:
+    return [request["token_ids"] for request in found["requests"]]
+
+
+@pytest.mark.parametrize("ranks", [1, GROUP])
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_drafts_change_no_token(drafter: str, cache: str, ranks: int, generate: Generate) -> None:
+    plain = generate(ranks, "--kv-cache", cache)
+    drafts = ("--draft", drafter, "--draft-always", *(BLOCKS if drafter == "self" else ()))
+    found = generate(ranks, "--kv-cache", cache, *drafts)
+    assert texts(found) == texts(plain)
+    assert found["requests"][1]["prompt_ids"] == plain["requests"][1]["prompt_ids"]
+    assert [len(text) for text in texts(found)] == [NEW_TOKENS] * 3
+    accepted = found["summary"]["drafts"]["accepted_histogram"]
+    assert sum(accepted[1:]) > 0
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_a_pair_gives_what_is_simulated(cache: str, generate: Generate) -> None:
+    """Tokens and every verdict; some verdicts reject."""
+    flags = ("--kv-cache", cache, *BLOCKS)
+    simulated = generate(1, *flags, "--speculation", "simulated")
+    paired = generate(2, *flags, "--speculation", "paired")
+    assert texts(paired) == texts(simulated)
+    assert paired["hit_map"] == simulated["hit_map"]
+    assert 0 < paired["summary"]["hit_rate"] < 1
