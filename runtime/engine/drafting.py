@@ -196,7 +196,6 @@ class Drafting:
         if self.copy_config is not None and self.model is None:
             tp_size = self.choices.placement.tp_size
             self.model = Llama(self.copy_config, quantised_copy(model, self.copy_config, tp_size), transport)
-            self.model.inv_freq = model.inv_freq  # they follow the total length, which is set in the model alone
         policy = DraftPolicy(self.config.draft_always)
         tp_size = self.choices.placement.tp_size
         if self.choices.has_fused_step and self.num_rows <= most_rows(cache.batch_size, self.target, tp_size):
@@ -223,7 +222,6 @@ class Drafting:
         """The cache of a smaller model; None without one."""
         if self.model is None or self.model_config is None:
             return None
-        self.model.set_total_length(cache.max_context)
         return new_cache(
             "bf16", self.model_config, transport.placement.tp_size, cache.batch_size, cache.max_context,
             self.choices.dtype, cache.device, keeps_context=True,

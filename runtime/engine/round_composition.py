@@ -86,7 +86,7 @@ class _Builder:
             buffers = replace(buffers, token_ids=rows.token_ids.view(-1), seq_lens=rows.row_lens.view(-1))
         exchange, logit_exchange = self.exchanges(num_rows)
         return {
-            "config": model.config, "weights": model.weights, "inv_freq": model.inv_freq, "kv_cache": self.cache,
+            "config": model.config, "weights": model.weights, "rotary": model.rotary, "kv_cache": self.cache,
             "buffers": buffers, "exchange": exchange, "logit_exchange": logit_exchange,
             "all_reduce": transport.all_reduce, "all_gather": transport.all_gather_world,
             "products": choose_products(model, transport.placement.tp_size, num_rows),
@@ -146,6 +146,7 @@ def build_captured_rounds(
     return CapturedRoundStep(
         state, plain, kind(rows_each, drafter),
         policy, round_cost, cache.max_context, uses_graph, operation, catch_up,
+        None if draft_cache is None or draft_model is None else draft_model.config.short_context,
     )  # fmt: skip
 
 

@@ -67,6 +67,8 @@ class ModelDrafter:
         # [B, N]: the token whose keys and values the cache holds at each place; -1: none.
         self._held = torch.full((cache.batch_size, cache.max_context), -1, device=cache.device)
         self._places = torch.arange(cache.max_context, device=cache.device)
+        # [B]: whether what the cache holds has the frequencies of texts longer than the short context.
+        self._is_long = torch.zeros(cache.batch_size, dtype=torch.bool, device=cache.device)
 
     def begin(self, history: TokenHistory) -> None:
         """Keep what all ranks hold of these texts: an interrupted call may have ended elsewhere on each."""
@@ -107,12 +109,20 @@ class ModelDrafter:
 
     def _add_missing(self, history: TokenHistory) -> Tensor:
         """Give the cache all tokens of the texts; returns the logits after the newest ones, [B, V]."""
-        forward, lengths, count = self._forward, history.lengths.long(), self._common(history)
+        forward, lengths = self._forward, history.lengths.long()
+        short_context = forward.model.config.short_context or int(self._held.shape[1])
+        is_long = lengths > short_context
+        count = torch.where(is_long == self._is_long, self._common(history), 0)
         self._forget_from(count)  # first: if this is interrupted, the cache may hold less
+        self._is_long = is_long
         for request, (start, length) in enumerate(zip(count.tolist(), lengths.tolist(), strict=True)):
-            if length - start > CATCH_UP_ROWS:
+            # Rows before the end of the short context would have its frequencies.
+            if length - start > CATCH_UP_ROWS or start < short_context < length:
                 ids = history.token_ids[request, : length - 1].tolist()
-                prefill(forward.model, forward.cache, forward.transport, request, ids, self._operation, start=start)
+                prefill(
+                    forward.model, forward.cache, forward.transport, request, ids, self._operation, start=start,
+                    text_length=length,
+                )  # fmt: skip
                 count[request] = length - 1
         rows = torch.arange(int((lengths - count).max()), device=count.device)
         # Rows behind the newest token repeat it.

@@ -26,6 +26,7 @@ from alspec.kernels.attention.oracles import (
 from alspec.kernels.comm.exchange import Exchange, LogitExchange
 from alspec.kernels.comm.ll_packets import BAD_NUMBERS, LATE_PACKET, fault_code, split_fault, unpack_packets
 from alspec.kernels.common.jit_launch import num_sms
+from alspec.kernels.common.rotary import RotaryFrequencies
 from alspec.kernels.linear import projections
 from alspec.kernels.linear.gemv_tile import inputs_at_once
 from alspec.kernels.linear.packed_tile import tile_settings
@@ -81,14 +82,14 @@ def test_the_embedding_gives_x_its_norm_and_the_angles(
     device: torch.device, dtype: torch.dtype, batch: int, hidden: int, head_dim: int, check: Check
 ) -> None:
     table, gamma = normal(device, dtype, 50, hidden), normal(device, dtype, hidden)
-    inv_freq = torch.rand(head_dim // 2, device=device)
+    rotary = RotaryFrequencies(torch.rand(head_dim // 2, device=device))
     token_ids = torch.randint(50, (batch,), device=device)
     seq_lens = torch.randint(1, 4000, (batch,), dtype=torch.int32, device=device)
     x, x_norm = nan(device, torch.float32, batch, hidden), nan(device, dtype, batch, hidden)
     squares = nan(device, torch.float32, batch, num_square_sums(hidden))
     rope = nan(device, torch.float32, batch, 2, head_dim // 2)
-    embed_norm(token_ids, seq_lens, table, gamma, inv_freq, x, x_norm, squares, rope)
-    expected = embed_norm_ref(token_ids, seq_lens, table, gamma, inv_freq)
+    embed_norm(token_ids, seq_lens, table, gamma, rotary, x, x_norm, squares, rope)
+    expected = embed_norm_ref(token_ids, seq_lens, table, gamma, rotary)
     check(x, expected[0], torch.float32)
     check(x_norm, expected[1], dtype)
     check(squares.sum(1), expected[2], torch.float32)

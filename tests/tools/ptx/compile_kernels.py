@@ -137,7 +137,18 @@ def decode_step(capability: int, tp_size: int, batch_size: int, gate: bool = Fal
     }
     if not gate:
         embedding = {"HIDDEN": hidden, "HALF": 64, "HALF_PAD": 64, "BLOCK": residual.BLOCK, "ROPE_FACTOR": 1.0} | pdl
-        over_collectives = {"embed_norm": variant(capability, residual._embed_norm_kernel, 1, embedding, x_ptr="*fp32")}
+        one_set = {"long_freq_ptr": None, "exponents_ptr": None, "CONTEXT": 0, "STRETCH": 0.0}
+        longrope = one_set | {"CONTEXT": 4096}
+        dynamic = longrope | {"STRETCH": 0.001}
+        del longrope["long_freq_ptr"], dynamic["exponents_ptr"]
+        kinds = {"": one_set, ", longrope": longrope, ", dynamic": dynamic}
+        over_collectives = {
+            f"embed_norm{name}": variant(
+                capability, residual._embed_norm_kernel, 1, embedding | kind, x_ptr="*fp32", long_freq_ptr="*fp32",
+                exponents_ptr="*fp64",
+            )
+            for name, kind in kinds.items()
+        }  # fmt: skip
     return over_collectives | {
         "qkv": qkv(heads, kv_heads, 128, **no_tail),
         "qkv, quantised": qkv(heads, kv_heads, 128),
