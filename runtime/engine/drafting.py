@@ -215,7 +215,9 @@ class Drafting:
             assert self.model is not None
             assert own is not None
             own_forward = RowForward(self.model, own, transport, chunk_size, operation)
-            drafter = ModelDrafter(own_forward, self.target.vocab_size, self._draft_cost, operation)
+            drafter = ModelDrafter(
+                own_forward, self.target.vocab_size, self._draft_cost, operation, self.model.config.short_context
+            )
         return RoundStep(forward, drafter, self.config.draft_tokens, policy)
 
     def _draft_cache(self, cache: Cache, transport: Transport) -> Cache | None:

@@ -62,7 +62,7 @@ class CapturedRoundStep:
         plain, drafting: the two kinds of round. They share the state and the cache.
         round_cost: (lengths) -> time of a round with drafts, relative to a plain step.
         catch_up_draft: gives a draft model's cache the texts up to the newest tokens; None without one.
-        draft_short_context: see `LlamaConfig.short_context`, of the draft model.
+        draft_short_context: `catch_up_draft` computes longer texts anew, with other rotary frequencies.
     """
 
     is_fused = True
@@ -107,7 +107,7 @@ class CapturedRoundStep:
         # Tokens of each request that a draft model's cache holds at least, as far as rounds are read.
         self._held = [0] * self._batch_size
         self._draft_short_context = draft_short_context or capacity
-        self._holds_long = [False] * self._batch_size  # with the frequencies of longer texts
+        self._holds_long = [False] * self._batch_size  # whether `_held` has the frequencies of longer texts
 
     def _prompt_buffers(self, recall: RecallState) -> tuple[Tensor, DecodeAttention]:
         """Room for the prompts' last queries, and the attention by which they choose the first recall lists."""

@@ -97,6 +97,27 @@ def test_the_embedding_gives_x_its_norm_and_the_angles(
     assert (rope.double() - expected[3]).abs().max() < 4000 * 2**-22
 
 
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_the_angles_follow_the_length(device: torch.device, kind: str) -> None:
+    """Up to C tokens, and behind them; channels that are not rotated stay so."""
+    table, gamma, context = normal(device, torch.float32, 7, 64), normal(device, torch.float32, 64), 1000
+    inv_freq = torch.tensor([1.0, 0.3, 0.02, 0.0, 0.0], device=device)
+    rotary = RotaryFrequencies(inv_freq, context, long_freq=inv_freq / 3)
+    if kind == "dynamic":
+        exponents = torch.tensor([0.0, -0.5, -1.0, 0.0, 0.0], dtype=torch.float64, device=device)
+        rotary = RotaryFrequencies(inv_freq, context, factor=3.0, exponents=exponents)
+    lengths = [1, 999, 1000, 1001, 1002, 3000]
+    seq_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
+    token_ids = torch.zeros(len(lengths), dtype=torch.int64, device=device)
+    x, x_norm = (nan(device, torch.float32, len(lengths), 64) for _ in range(2))
+    squares, rope = nan(device, torch.float32, len(lengths), 2), nan(device, torch.float32, len(lengths), 2, 5)
+    embed_norm(token_ids, seq_lens, table, gamma, rotary, x, x_norm, squares, rope, 1.25)
+    expected = embed_norm_ref(token_ids, seq_lens, table, gamma, rotary, 1.25)[3]
+    assert (rope - expected).abs().max() < 3000 * 2**-22
+    plain = embed_norm_ref(token_ids, seq_lens, table, gamma, RotaryFrequencies(inv_freq), 1.25)[3]
+    assert torch.equal((expected != plain).flatten(1).any(1).cpu(), torch.tensor(lengths) > context)
+
+
 # batch, hidden, num_qo_heads, num_kv_heads, head_dim
 QKV_SHAPES = [(1, 256, 4, 1, 32), (3, 96, 3, 3, 16), (8, 200, 8, 2, 48), (2, 4096, 4, 2, 64), (13, 104, 3, 3, 16)]
 KEPT_QKV = [(shape, DTYPES[(index + 1) // 2 % 2]) for index, shape in enumerate(QKV_SHAPES)]
