@@ -5,7 +5,8 @@ text all of them are known, so one pass over all positions, layer by layer, equa
 This holds for a quantised cache too: how a position reads an earlier token depends only on their two positions. Blocks
 that `A~` recalls follow from the full attention of the tokens before.
 
-Rotary frequencies that depend on the length are those of the whole text, as in a forward pass of transformers.
+Rotary frequencies that depend on the length are those of the text that is read, all but its last token, as in a forward
+pass of transformers.
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ def _score(
     x, partial = model.embed(rows_of(ids)), None
     hits, windows = [], model.config.windows(len(ids))
     for layer in range(model.num_layers):
-        x, q, k, v = model.pre_attention(layer, x, partial, positions, len(ids))
+        x, q, k, v = model.pre_attention(layer, x, partial, positions, len(ids) - 1)
         # As in an engine with this cache; the verdict sees what a rotation of the values moves into the padding.
         q, k, v = pad_halves(q, padding), pad_halves(k, padding), F.pad(v, (0, padding))
         setting = cache.at_layer(layer, model.num_layers, windows[layer])

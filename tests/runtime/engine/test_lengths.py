@@ -25,6 +25,7 @@ from alspec.runtime.engine import drafting
 from alspec.runtime.engine.composition import build_decode_step
 from alspec.runtime.engine.kept_prefix import KeptPrefix
 from alspec.runtime.engine.round_composition import build_row_append
+from alspec.runtime.eval.quality import score_text
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 3.0}
 C = 50
@@ -256,6 +257,20 @@ def test_speculation_that_accepts_nothing_changes_no_token(kind: str, tmp_path: 
     with engine_of(tmp_path, speculation=options) as engine:
         assert answer(engine, prompt(396), 10) == expected(reference, prompt(396), 10)
         assert len(engine.generation.hits) == 9
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_scores_of_a_text_are_those_of_one_forward_pass(kind: str, tmp_path: Path) -> None:
+    reference = save_family(tmp_path, kind, **FIELDS[kind])
+    with engine_of(tmp_path) as engine:
+        answer(engine, prompt(5), 1)
+        for length in (C + 2, C + 1, 2 * C):
+            ids = torch.tensor(prompt(length))
+            reference(torch.tensor([[1]]))
+            right = torch.nn.functional.cross_entropy(reference(ids[None, :-1]).logits[0], ids[1:], reduction="none")
+            score = score_text(engine.model, engine.connected(), ids.tolist(), 0.0, 128)
+            torch.testing.assert_close(score.nll, right, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("codec", ["turbo4", "turboquant3"])
