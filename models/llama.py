@@ -460,11 +460,11 @@ class Llama:
         # Room for one packed matrix at a time, in the dtype of activations; `unpacked`: that of another model.
         self.unpacked = _room_for_unpacked(weights) if unpacked is None else unpacked
         self._linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear
-        self.inv_freq = config.inv_freq().to(weights.embedding.device)
+        self.rotary = config.rotary(weights.embedding.device)
         # Factors of cosines and sines, or None; channels that are not rotated have none.
         self._rope_factors = None
         if config.rope_factor != 1.0:
-            self._rope_factors = torch.where(self.inv_freq > 0, config.rope_factor, 1.0)
+            self._rope_factors = torch.where(self.rotary.inv_freq > 0, config.rope_factor, 1.0)
         self.sm_scale = config.sm_scale
 
     @property
@@ -472,28 +472,12 @@ class Llama:
         """Number of decoder layers."""
         return self.config.num_layers
 
-    def set_total_length(self, total_length: int) -> bool:
-        """Choose the rotary frequencies for texts of up to `total_length` tokens, where they depend on it.
-
-        Returns:
-            Whether they changed. Then keys that a cache holds have other frequencies, and prompts must be computed
-            again.
-        """
-        scaling = self.config.rope_scaling
-        if scaling is None or not scaling.by_length:
-            return False
-        inv_freq = self.config.inv_freq(total_length).to(self.inv_freq.device)
-        if torch.equal(inv_freq, self.inv_freq):
-            return False
-        self.inv_freq.copy_(inv_freq)  # in place: captured steps read it
-        return True
-
     def for_decoding(self) -> Llama:
         """Return this model for steps of few rows: on the CPU, the bits of a row do not depend on the other rows.
 
         So rows of a round are those of plain steps to the last bit. It shares weights and rotary frequencies.
         """
-        if self.inv_freq.device.type != "cpu":
+        if self.weights.embedding.device.type != "cpu":
             return self
         decoding = copy(self)
         decoding._linear = linear_in_pairs
@@ -539,12 +523,13 @@ class Llama:
         return x, self._group.gather_tokens(y, num_tokens)
 
     def pre_attention(
-        self, layer: int, x: Tensor, partial: Tensor | None, positions: Tensor
+        self, layer: int, x: Tensor, partial: Tensor | None, positions: Tensor, text_length: int | None = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Finish the previous all-reduce, then RMSNorm, QKV projection and RoPE.
 
         Args:
             x: [m, hidden] fp32.  partial: of the previous layer's `post_attention`, or None.  positions: [n] integers.
+            text_length: of the prompt, for rotary frequencies; None: each token is the newest one of its text.
         Returns:
             x [m, hidden] fp32, q [n, Hq, D], k [n, Hkv, D], v [n, Hkv, D].
         """
@@ -552,7 +537,7 @@ class Llama:
         x, y = self._add_norm(x, partial, weights.input_norm, len(positions))
         qkv = self._product(y, weights.qkv, weights.qkv_bias).view(len(y), -1, head_dim)
         num_kv_heads = (qkv.shape[1] - weights.o.shape[1] // head_dim) // 2
-        cos, sin = rope_cos_sin(positions, self.inv_freq, self._rope_factors)
+        cos, sin = rope_cos_sin(positions, self.rotary.at(positions, text_length), self._rope_factors)
         norms = None
         if weights.q_norm is not None and weights.k_norm is not None:
             norms = HeadNorms(weights.q_norm, weights.k_norm, self.config.rms_norm_eps)

@@ -13,6 +13,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from alspec.config import SHORT_DTYPES, DType, HeadWeights, Weights
 from alspec.errors import UserError, show
+from alspec.kernels.common.rotary import RotaryFrequencies
 from alspec.models.checkpoint.files import read_json
 from alspec.models.checkpoint.quantised.quantisation_config import QuantisationConfig
 from alspec.models.checkpoint.quantised.quantisation_settings import read_quantisation
@@ -289,14 +290,36 @@ class LlamaConfig(Frozen):
         is_used = window is not None and len(set(self.full_layers) & set(range(self.num_layers))) < self.num_layers
         return window if is_used and window is not None and window < context else None
 
-    def inv_freq(self, total_length: int = 0) -> torch.Tensor:
-        """Rotary frequencies for texts of up to `total_length` tokens, [head_dim / 2] fp32, on CPU.
+    def inv_freq(self, text_length: int = 0) -> torch.Tensor:
+        """Rotary frequencies for a text of `text_length` tokens, [head_dim / 2] fp32, on CPU.
 
         Channels that are not rotated have frequency 0; see `rope_inv_freq`.
         """
         rotary_dim = self.rotary_dim or self.head_dim
-        freq = rope_inv_freq(rotary_dim, self.rope_theta, self.rope_scaling, total_length)
+        freq = rope_inv_freq(rotary_dim, self.rope_theta, self.rope_scaling, text_length)
         return torch.nn.functional.pad(freq, (0, (self.head_dim - rotary_dim) // 2))
+
+    def rotary(self, device: torch.device) -> RotaryFrequencies:
+        """Rotary frequencies for texts of any length, on `device`."""
+        inv_freq, scaling = self.inv_freq().to(device), self.rope_scaling
+        if scaling is None or scaling.rope_type not in ("dynamic", "longrope"):
+            return RotaryFrequencies(inv_freq)
+        context = min(scaling.original_max_position_embeddings, 2**31 - 1)  # kernels compare it with int32
+        if scaling.rope_type == "longrope":
+            return RotaryFrequencies(inv_freq, context, long_freq=self.inv_freq(context + 1).to(device))
+        rotary_dim = self.rotary_dim or self.head_dim
+        exponents = -torch.arange(0, rotary_dim, 2, dtype=torch.float64) / (rotary_dim - 2)
+        exponents = torch.nn.functional.pad(exponents, (0, len(inv_freq) - len(exponents)))
+        return RotaryFrequencies(inv_freq, context, factor=scaling.factor, exponents=exponents.to(device))
+
+    @property
+    def short_context(self) -> int | None:
+        """See `RopeScaling.short_context`."""
+        return None if self.rope_scaling is None else self.rope_scaling.short_context
+
+    def frequency_length(self, text_length: int) -> int:
+        """See `RopeScaling.frequency_length`."""
+        return 0 if self.rope_scaling is None else self.rope_scaling.frequency_length(text_length)
 
     @property
     def rope_factor(self) -> float:

@@ -58,9 +58,16 @@ class RopeScaling(Frozen):
         return self
 
     @property
-    def by_length(self) -> bool:
-        """Whether the frequencies depend on the length of a text."""
-        return self.rope_type in ("dynamic", "longrope")
+    def short_context(self) -> int | None:
+        """C of longrope, whose longer texts have other frequencies for all of their tokens; None for other kinds."""
+        return self.original_max_position_embeddings if self.rope_type == "longrope" else None
+
+    def frequency_length(self, text_length: int) -> int:
+        """A number that two prompts share if their frequencies are the same: a length that has them."""
+        context = self.original_max_position_embeddings
+        if self.rope_type == "dynamic":
+            return max(text_length, context)
+        return context + 1 if self.rope_type == "longrope" and text_length > context else context
 
     def longest(self, max_positions: int) -> int:
         """Longest context in tokens, for `max_position_embeddings` of config.json."""
@@ -72,9 +79,9 @@ class RopeScaling(Frozen):
 
 
 def rope_inv_freq(
-    rotary_dim: int, rope_theta: float, scaling: RopeScaling | None = None, total_length: int = 0
+    rotary_dim: int, rope_theta: float, scaling: RopeScaling | None = None, text_length: int = 0
 ) -> torch.Tensor:
-    """Rotary frequencies f_i in radians per token, for texts of up to `total_length` tokens.
+    """Rotary frequencies f_i in radians per token, for a text of `text_length` tokens.
 
         f_i = theta^(-2i / R),   i = 0 .. R / 2 - 1,   R = rotary_dim, C = original_max_position_embeddings
         linear:   f_i / factor
@@ -83,7 +90,7 @@ def rope_inv_freq(
                   w < C / high_freq_factor:  f
                   between:                   (1 - s) f / factor + s f,
                                              s = (C / w - low_freq_factor) / (high_freq_factor - low_freq_factor)
-        dynamic:  theta' = theta (factor n / C - factor + 1)^(R / (R - 2)),   n = max(total_length, C)
+        dynamic:  theta' = theta (factor n / C - factor + 1)^(R / (R - 2)),   n = max(text_length, C)
         yarn:     (1 - r_i) f_i + r_i f_i / factor;   r_i rises from 0 to 1 between the channels that turn beta_fast
                   and beta_slow times in C tokens
         longrope: f_i / short_factor_i up to C tokens, f_i / long_factor_i for more
@@ -98,7 +105,7 @@ def rope_inv_freq(
     exponent = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device="cpu") / rotary_dim
     if scaling is not None and scaling.rope_type == "dynamic":
         context = scaling.original_max_position_embeddings
-        stretch = scaling.factor * max(total_length, context) / context - (scaling.factor - 1)
+        stretch = scaling.factor * max(text_length, context) / context - (scaling.factor - 1)
         rope_theta = rope_theta * stretch ** (rotary_dim / (rotary_dim - 2))
     powers = rope_theta**exponent
     freq = 1.0 / powers
@@ -107,7 +114,7 @@ def rope_inv_freq(
     if scaling.rope_type == "linear":
         return freq / scaling.factor
     if scaling.rope_type == "longrope":
-        is_long = total_length > scaling.original_max_position_embeddings
+        is_long = text_length > scaling.original_max_position_embeddings
         return 1.0 / (torch.tensor(scaling.long_factor if is_long else scaling.short_factor) * powers)
     if scaling.rope_type == "yarn":
         kept = 1 - _yarn_ramp(rotary_dim, rope_theta, scaling)

@@ -10,6 +10,7 @@ import math
 import torch
 from torch import Tensor
 
+from alspec.kernels.common.rotary import RotaryFrequencies
 from alspec.sas import COEFFICIENTS, Softmax, cutoff
 from alspec.verdict import accepts, combine_sums, layer_verdict
 
@@ -217,7 +218,7 @@ def embed_norm_ref(
     seq_lens: Tensor,
     table: Tensor,
     gamma: Tensor,
-    inv_freq: Tensor,
+    rotary: RotaryFrequencies,
     rope_factor: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Embedding and RoPE of the new tokens.
@@ -226,9 +227,10 @@ def embed_norm_ref(
         x, x_norm = x * gamma: [B, hidden] fp64.  square_sum: [B] fp64, of x.  rope: [B, 2, D/2] fp64, cosine and sine.
     """
     x = table[token_ids].double()
+    inv_freq = rotary.at(seq_lens - 1)
     angle = (seq_lens.double() - 1)[:, None] * inv_freq.double()
     rope = torch.stack([angle.cos(), angle.sin()], dim=1)
-    rope = torch.where(inv_freq > 0, rope_factor * rope, rope)
+    rope = torch.where(inv_freq.unsqueeze(-2) > 0, rope_factor * rope, rope)
     return x, x * gamma.double(), x.pow(2).sum(1), rope
 
 

@@ -18,6 +18,7 @@ from alspec.kernels.comm.exchange import Exchange
 from alspec.kernels.comm.ll_packets import LATE_PACKET, fault_code, store_packets, wait_packets
 from alspec.kernels.common.jit_launch import jit_launch, pdl_options, set_l1_carveout
 from alspec.kernels.common.pdl import wait_for_previous_kernel
+from alspec.kernels.common.rotary import RotaryFrequencies
 
 __all__ = ["BLOCK", "embed_norm", "new_residual", "num_square_sums", "reduce_norm", "write_residual"]
 
@@ -44,6 +45,8 @@ def _embed_norm_kernel(
     table_ptr,  # [V, hidden]
     gamma_ptr,  # [hidden]
     inv_freq_ptr,  # [D / 2] fp32
+    long_freq_ptr,  # [D / 2] fp32 or None
+    exponents_ptr,  # [D / 2] fp64 or None
     x_ptr,  # [B, hidden] fp32
     x_norm_ptr,  # [B, hidden]
     squares_ptr,  # [B, S] fp32
@@ -53,6 +56,8 @@ def _embed_norm_kernel(
     HALF_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
     ROPE_FACTOR: tl.constexpr,
+    CONTEXT: tl.constexpr,
+    STRETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """BLOCK channels of one request; its first program also writes the cosines and sines. Grid [hidden / BLOCK, B]."""
@@ -67,8 +72,17 @@ def _embed_norm_kernel(
     write_residual(x, request * HIDDEN + channels, inside, gamma, x_ptr, x_norm_ptr, squares_ptr, request)
     if tl.program_id(0) == 0:
         c = tl.arange(0, HALF_PAD)
-        position = (tl.load(seq_lens_ptr + request) - 1).to(tl.float32)
+        length = tl.load(seq_lens_ptr + request)
+        position = (length - 1).to(tl.float32)
         inv_freq = tl.load(inv_freq_ptr + c, mask=c < HALF, other=0.0)
+        if long_freq_ptr is not None:
+            long_freq = tl.load(long_freq_ptr + c, mask=c < HALF, other=0.0)
+            inv_freq = tl.where(length > CONTEXT, long_freq, inv_freq)
+        if exponents_ptr is not None:
+            # In fp64: at long lengths an error of the frequency in the last bits of fp32 turns the angle.
+            exponents = tl.load(exponents_ptr + c, mask=c < HALF, other=0.0)
+            stretch = 1.0 + STRETCH * tl.maximum(length - CONTEXT, 0).to(tl.float64)
+            inv_freq = (inv_freq * tl.exp2(exponents * tl.log2(stretch))).to(tl.float32)
         angle = position * inv_freq
         cos_factor = 1.0
         if ROPE_FACTOR != 1.0:
@@ -82,7 +96,7 @@ def embed_norm(
     seq_lens: Tensor,
     table: Tensor,
     gamma: Tensor,
-    inv_freq: Tensor,
+    rotary: RotaryFrequencies,
     x: Tensor,
     x_norm: Tensor,
     square_sums: Tensor,
@@ -92,14 +106,14 @@ def embed_norm(
     """The first kernel of a step: embeddings, inputs of the first RMSNorm, RoPE table. Oracle: `embed_norm_ref`.
 
         x = table[token];  x_norm = x * gamma;  square_sums = partial sums of x^2
-        rope = cos and sin of position * inv_freq, times rope_factor where inv_freq > 0
+        rope = cos and sin of position * f, times rope_factor where f > 0;  f = rotary.at(position)
 
     Args:
         token_ids: [B] int64.
         seq_lens: [B] int32, with the new token.
         table: [V, hidden].
         gamma: [hidden].
-        inv_freq: [D/2] fp32.
+        rotary: frequencies.
         x: [B, hidden] fp32, written.
         x_norm: [B, hidden] in gamma's dtype, written.
         square_sums: [B, S] fp32, written.
@@ -107,11 +121,12 @@ def embed_norm(
     Capture: graph-safe; allocates nothing. Launched without overlap with the previous step.
     """
     batch_size, hidden = x.shape
-    half = inv_freq.shape[0]
+    half = rotary.inv_freq.shape[0]
     compiled = jit_launch(_embed_norm_kernel, (num_square_sums(hidden), batch_size))(
-        token_ids, seq_lens, table, gamma, inv_freq, x, x_norm, square_sums, rope,
-        HIDDEN=hidden, HALF=half, HALF_PAD=triton.next_power_of_2(half), BLOCK=BLOCK, ROPE_FACTOR=rope_factor,
-        PDL=pdl_options(x.device)["PDL"], num_warps=1,
+        token_ids, seq_lens, table, gamma, rotary.inv_freq, rotary.long_freq, rotary.exponents, x, x_norm, square_sums,
+        rope, HIDDEN=hidden, HALF=half, HALF_PAD=triton.next_power_of_2(half), BLOCK=BLOCK, ROPE_FACTOR=rope_factor,
+        CONTEXT=rotary.context, STRETCH=rotary.factor / max(rotary.context, 1), PDL=pdl_options(x.device)["PDL"],
+        num_warps=1,
     )  # fmt: skip
     set_l1_carveout(compiled)
 

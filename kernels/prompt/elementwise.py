@@ -91,11 +91,11 @@ def rope_cos_sin(positions: Tensor, inv_freq: Tensor, factors: Tensor | None = N
     """Compute cosine and sine of `position * inv_freq`, times `factors` if they are given.
 
     Args:
-        positions: [n] integers.  inv_freq, factors: [D/2] fp32.
+        positions: [n] integers.  inv_freq: [D/2] fp32, or [n, D/2], of each token.  factors: [D/2] fp32.
     Returns:
         cos, sin: [n, 1, D/2] fp32.
     """
-    angle = positions[:, None, None].float() * inv_freq
+    angle = (positions[:, None].float() * inv_freq)[:, None]
     if factors is not None:
         return angle.cos() * factors, angle.sin() * factors
     return angle.cos(), angle.sin()

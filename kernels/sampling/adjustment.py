@@ -37,11 +37,16 @@ IN_ANSWER = tl.constexpr(2)
 LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
 
 
-def tokens_seen(prompts: Sequence[Sequence[int]], vocab_size: int, device: torch.device) -> Tensor:
-    """`seen` before the first token of each answer: [B, V] int32."""
+def tokens_seen(
+    prompts: Sequence[Sequence[int]], vocab_size: int, device: torch.device, answers: Sequence[Sequence[int]] = ()
+) -> Tensor:
+    """`seen` after these prompts and, if they are given, the tokens of their answers so far: [B, V] int32."""
     seen = torch.zeros(len(prompts), vocab_size, dtype=torch.int32, device=device)
     for row, ids in zip(seen, prompts, strict=True):
         row[torch.tensor(ids, dtype=torch.int64, device=device)] = IN_PROMPT
+    for row, ids in zip(seen, answers, strict=False):
+        times = torch.bincount(torch.tensor(ids, dtype=torch.int64), minlength=vocab_size)
+        row += (times * int(IN_ANSWER.value)).to(row)
     return seen
 
 

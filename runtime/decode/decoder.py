@@ -25,6 +25,7 @@ from alspec.kernels.attention.decode.lean_decode import RecallBuffers
 from alspec.kernels.attention.dispatch import attend
 from alspec.kernels.attention.recall import RecallState
 from alspec.kernels.comm.exchange import Exchange, LogitExchange
+from alspec.kernels.common.rotary import RotaryFrequencies
 from alspec.kernels.linear.decode_weight import DecodeWeight
 from alspec.kernels.linear.head_norm import norm_rope_append
 from alspec.kernels.linear.products import FusedProducts, Products
@@ -144,7 +145,7 @@ class Decoder:
 
     config: LlamaConfig
     weights: LlamaWeights
-    inv_freq: Tensor
+    rotary: RotaryFrequencies
     kv_cache: Cache
     buffers: DecodeBuffers
     exchange: Exchange
@@ -200,7 +201,7 @@ class Decoder:
         buffers = self.buffers
         embed_norm(
             buffers.token_ids, buffers.seq_lens, self.weights.embedding, self.weights.layers[0].input_norm,
-            self.inv_freq, buffers.x, buffers.x_norm, buffers.square_sums, buffers.rope, self.config.rope_factor,
+            self.rotary, buffers.x, buffers.x_norm, buffers.square_sums, buffers.rope, self.config.rope_factor,
         )  # fmt: skip
         self.cache.begin_step()
 

@@ -33,6 +33,7 @@ def prefill(
     progress: Callable[[int], None] | None = None,
     start: int = 0,
     last_queries: Tensor | None = None,
+    text_length: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Process one request's prompt with full causal attention. Two groups share the work; both cache all of it.
 
@@ -47,6 +48,7 @@ def prefill(
         start: tokens of the prompt that the cache holds already, fewer than all. Prompt chunks begin behind them; a
             multiple of 64 with a quantised cache.
         last_queries: [L, Hq, D], written: queries of the last token.
+        text_length: tokens of the text that the prompt is the beginning of, for rotary frequencies; None: it is all.
     Returns:
         logits: [1, V] fp32 after the last token, the same on every rank.
         layer_sums: [L] fp32, not finite where this rank's activations were not.
@@ -54,6 +56,7 @@ def prefill(
     assert start < len(token_ids)
     device, placement = cache.device, transport.placement
     layer_sums = torch.zeros(model.num_layers, device=device)
+    text_length = text_length or len(token_ids)
     for part in prompt_parts(len(token_ids), chunk_tokens, placement.num_groups, start):
         own = part.shares[placement.group % len(part.shares)]
         ids = torch.tensor(token_ids[own.start : own.stop], device=device)
@@ -62,7 +65,7 @@ def prefill(
         x, partial = model.embed(ids)[kept.start : kept.stop], None
         for layer in range(model.num_layers):
             with operation("prefill", layer):
-                x, q, k, v = model.pre_attention(layer, x, partial, positions)
+                x, q, k, v = model.pre_attention(layer, x, partial, positions, text_length)
                 for chunk, kv in zip(part.chunks, _of_chunks(transport, part, k, v), strict=True):
                     at = layer, request, chunk.start
                     if own.start in chunk:

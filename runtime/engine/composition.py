@@ -327,7 +327,7 @@ def build_captured_step(
         shape if speculation else None,
     )  # fmt: skip
     common = (
-        config, model.weights, model.inv_freq, cache,
+        config, model.weights, model.rotary, cache,
         DecodeBuffers.allocate(config, tp_size, batch_size, model.weights.embedding.dtype, device),
         exchange, logit_exchange, transport.all_reduce, transport.all_gather_peers,
     )  # fmt: skip

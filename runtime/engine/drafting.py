@@ -196,7 +196,6 @@ class Drafting:
         if self.copy_config is not None and self.model is None:
             tp_size = self.choices.placement.tp_size
             self.model = Llama(self.copy_config, quantised_copy(model, self.copy_config, tp_size), transport)
-            self.model.inv_freq = model.inv_freq  # they follow the total length, which is set in the model alone
         policy = DraftPolicy(self.config.draft_always, RepeatedTexts() if self.config.draft == "ngram" else None)
         tp_size = self.choices.placement.tp_size
         if self.choices.has_fused_step and self.num_rows <= most_rows(cache.batch_size, self.target, tp_size):
@@ -216,14 +215,15 @@ class Drafting:
             assert self.model is not None
             assert own is not None
             own_forward = RowForward(self.model, own, transport, chunk_size, operation)
-            drafter = ModelDrafter(own_forward, self.target.vocab_size, self._draft_cost, operation)
+            drafter = ModelDrafter(
+                own_forward, self.target.vocab_size, self._draft_cost, operation, self.model.config.short_context
+            )
         return RoundStep(forward, drafter, self.config.draft_tokens, policy)
 
     def _draft_cache(self, cache: Cache, transport: Transport) -> Cache | None:
         """The cache of a smaller model; None without one."""
         if self.model is None or self.model_config is None:
             return None
-        self.model.set_total_length(cache.max_context)
         return new_cache(
             "bf16", self.model_config, transport.placement.tp_size, cache.batch_size, cache.max_context,
             self.choices.dtype, cache.device, keeps_context=True,

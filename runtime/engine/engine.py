@@ -33,7 +33,7 @@ from alspec.runtime.engine.generation import (
     requests_of,
     rows_of,
 )
-from alspec.runtime.engine.prompt_pass import appends_prompt, process_prompts
+from alspec.runtime.engine.prompt_pass import appends_prompt, process_again, process_prompts
 from alspec.runtime.engine.resources import Resources
 
 __all__ = ["Engine"]
@@ -137,14 +137,14 @@ class Engine(Resources):
             needed, batch_size = self.check_prompts(prompts, sampling.max_new_tokens), len(prompts)
             if self.memory is None or self.cache.batch_size != batch_size or self.cache.max_context < needed:
                 self.load(batch_size, needed, self._for_turns)
-            if self.model.set_total_length(needed):
-                self._kept.forget()  # its keys have other rotary frequencies
             # A call that was interrupted may have ended at another token on each rank.
             reusable = map(json.loads, self.agreement.exchange(json.dumps(self._kept.reusable(prompts))))
             reused = [min(by_rank) for by_rank in zip(*reusable, strict=True)]
             reused = [reused[row - row % sampling.n] for row in range(batch_size)]  # other answers are copied
         requests = requests_of(prompts, sampling, self.tokenizer, self.model_config)
-        made = Generation(requests, num_answers=sampling.n, reused_tokens=reused)
+        made = Generation(
+            requests, num_answers=sampling.n, reused_tokens=reused, short_context=self.model_config.short_context
+        )
         number = self._own(made)
         return number, sampling, [notice] if notice else []
 
@@ -162,7 +162,10 @@ class Engine(Resources):
         sampling: SamplingConfig,
         progress: Callable[[int], None] | None,
     ) -> Iterator[Token]:
-        """Prefill, then decode until every request has ended; yields tokens as they come."""
+        """Prefill, then decode until every request has ended; yields tokens as they come.
+
+        Between two steps, texts that have become too long for their rotary frequencies are processed again.
+        """
         first_lossy = self.config.speculation.first_lossy_length
         with self._running(number):
             # Cut before anything is written: an interrupted call then leaves a valid prefix. Other answers are copied.
@@ -172,22 +175,27 @@ class Engine(Resources):
             self._prepare(sampling, kept)
             prompts = [request.prompt_ids for request in generation.requests]
             seen = tokens_seen(prompts, self.model_config.vocab_size, self.device) if sampling.penalises else None
-            appends = appends_prompt(self._append, generation)
+            appends = self._append is not None and appends_prompt(self._kept, generation)
             first = self._append_prompt if appends else partial(self._prefill, sampling=sampling, progress=progress)
             tokens, logprobs = first(generation, seen=seen)
         for token in generation.push([[token] for token in tokens], None, first_lossy, logprobs):
             yield token
             self._check_running(number)
-        if any(generation.live) and not appends:
-            with self._running(number):
-                self._begin_steps(tokens, generation.seq_lens, seen, prompts)
+        has_begun, again_us = appends, 0.0
         while any(generation.live):
             with self._running(number):
+                if generation.crossing:
+                    again_us = self._process_again(generation)
+                    has_begun = False
+                if not has_begun:
+                    self._begin_behind(generation, sampling)
+                    has_begun = True
                 record = self._run_step(generation.remaining, generation.live)
             for index, request in enumerate(generation.requests):
                 if request.live:
                     self._kept.appended(index, [request.token_ids[-1], *record.token_ids[index][:-1]])
-            generation.step_us.append(record.step_us)
+            generation.step_us.append(record.step_us + again_us)
+            again_us = 0.0
             results = record.logprobs, record.drafts, record.is_alone
             for token in generation.push(record.token_ids, record.hits, first_lossy, *results):
                 yield token
@@ -238,6 +246,18 @@ class Engine(Resources):
         generation.prefill_us = (time.perf_counter() - started) * 1e6
         return chosen
 
+    def _process_again(self, generation: Generation) -> float:
+        """Process the texts of `Generation.crossing` again; returns the microseconds that it took."""
+        assert self.decode_step is not None
+        started = time.perf_counter()
+        self.connected().barrier()
+        process_again(
+            self.model, self.cache, self._kept, self.connected(), generation, self._operation,
+            self.decode_step.prompt_queries,
+        )  # fmt: skip
+        self.connected().synchronize()
+        return (time.perf_counter() - started) * 1e6
+
     def _append_prompt(self, generation: Generation, seen: Tensor | None) -> tuple[list[int], Logprobs | None]:
         """Append the prompt to what the cache keeps of it, and begin the steps; the first one gives the first token."""
         (request,), (kept,) = generation.requests, generation.reused_tokens
@@ -248,7 +268,7 @@ class Engine(Resources):
         self._step = 0
         with interrupts_wait():  # all ranks launch all passes, and then know what the cache holds
             fault = self._append.run(ids[kept:-1], kept)
-            self._kept.wrote_prompt(0, ids[:-1])
+            self._kept.wrote_prompt(0, ids[:-1], len(ids))
         self._raise_fault(fault)
         if seen is not None:
             count_newest(seen, torch.tensor(ids[-1:], device=seen.device), times=-1)  # the step will count it
@@ -301,6 +321,15 @@ class Engine(Resources):
         self._attempts += 1
         self._step = 0
         self.decode_step.begin(token_ids, seq_lens, seen, prompts)
+
+    def _begin_behind(self, generation: Generation, sampling: SamplingConfig) -> None:
+        """Begin the steps behind the newest token of each request."""
+        requests, seen = generation.requests, None
+        prompts, answers = [each.prompt_ids for each in requests], [each.token_ids[:-1] for each in requests]
+        if sampling.penalises:
+            seen = tokens_seen(prompts, self.model_config.vocab_size, self.device, answers)
+        newest, texts = [each.token_ids[-1] for each in requests], [each.text_ids[:-1] for each in requests]
+        self._begin_steps(newest, generation.seq_lens, seen, texts)
 
     def _run_step(self, remaining: int, live: list[bool] | None = None) -> StepRecord:
         """Run the next step. Args as of `DecodeStep.step`."""

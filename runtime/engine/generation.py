@@ -136,6 +136,11 @@ class Request:
         return len(self.prompt_ids) + len(self.token_ids)
 
     @property
+    def text_ids(self) -> list[int]:
+        """Token ids of prompt and answer."""
+        return [*self.prompt_ids, *self.token_ids]
+
+    @property
     def remaining(self) -> int:
         """Tokens until `max_new_tokens`."""
         return self._sampling.max_new_tokens - len(self.token_ids)
@@ -202,6 +207,8 @@ class Generation:
     num_answers: int = 1  # to each prompt; they lie side by side
     # Tokens of each prompt that the cache still held, default none: prefill begins behind them.
     reused_tokens: list[int] = field(default_factory=list)
+    # Longer texts have other rotary frequencies, with which the cache is computed again; None: it never is.
+    short_context: int | None = None
 
     def __post_init__(self) -> None:
         self.reused_tokens = self.reused_tokens or [0] * len(self.requests)
@@ -228,6 +235,7 @@ class Generation:
         """Add each request's next tokens, and what their step measured.
 
         Yields the tokens of live requests. A token that ends its request is the last: those behind it are dropped.
+        So are those behind a token with which a text becomes longer than the short context.
 
         Args:
             token_ids: of each request, in order; see `StepRecord`.
@@ -244,7 +252,7 @@ class Generation:
         row = 0
         for index, (request, ids) in enumerate(zip(self.requests, token_ids, strict=True)):
             for place, token_id in enumerate(ids):
-                if not request.live:
+                if not request.live or (place and self._has_crossed(request)):
                     break
                 hit_rate = None
                 if hits is not None and request.seq_len >= first_lossy:
@@ -255,7 +263,7 @@ class Generation:
                     own = request.add_logprobs(logprobs, row + place)
                 if drafts is not None:
                     is_draft = place < len(ids) - 1
-                    if is_draft and request.finish_reason is not None:
+                    if is_draft and (request.finish_reason is not None or self._has_crossed(request)):
                         # The last token of a round counts as the model's own, also where a text ends before others.
                         is_draft, self.rounds[-1][entries[index]] = False, (place, place)
                     request.drafted.append(is_draft)
@@ -264,8 +272,23 @@ class Generation:
 
     @property
     def remaining(self) -> int:
-        """Most tokens that a live request still needs."""
-        return max((request.remaining for request in self.requests if request.live), default=0)
+        """Most tokens that a live request still needs, up to the first one with which one of them is `crossing`."""
+        live = [request for request in self.requests if request.live]
+        most = max((request.remaining for request in live), default=0)
+        if self.short_context is None:
+            return most
+        return min([most, *(n for request in live if (n := self.short_context + 1 - request.seq_len) > 0)])
+
+    @property
+    def crossing(self) -> list[int]:
+        """Live requests whose text has just become longer than the short context: their caches are computed again."""
+        return [
+            index for index, request in enumerate(self.requests)
+            if request.live and request.token_ids and self._has_crossed(request)
+        ]  # fmt: skip
+
+    def _has_crossed(self, request: Request) -> bool:
+        return self.short_context is not None and request.seq_len == self.short_context + 1
 
     @property
     def tokens_of_steps(self) -> list[float]:

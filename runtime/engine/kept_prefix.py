@@ -10,12 +10,14 @@ Kept is what a prompt that is processed anew would write again:
 With passes that append rows (rounds/row_append.py), a prompt that begins with what a quantised cache holds, up to a
 token of the answer in its tail, keeps all of that, answers as decode steps wrote them: what follows is appended as they
 were. So a text keeps its cache if it ended in the middle of a round, with whose accepted drafts no prompt goes on.
+
+Nothing is kept for a prompt of another length, if its rotary frequencies depend on the length and differ.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from alspec.kernels.kv_codec.quantised_layer import BLOCK
 from alspec.runtime.cache.codecs import Cache
@@ -30,13 +32,21 @@ class KeptPrefix:
         cache: which holds nothing yet.
         is_lossless: decode steps speculate nothing, or accept nothing.
         max_appended: most tokens that are appended behind any token; 0: a prompt pass processes them.
+        frequency_length: of the model, see `RopeScaling.frequency_length`.
     """
 
-    def __init__(self, cache: Cache, is_lossless: bool, max_appended: int = 0) -> None:
-        self._cache, self._max_appended = cache, max_appended
+    def __init__(
+        self,
+        cache: Cache,
+        is_lossless: bool,
+        max_appended: int = 0,
+        frequency_length: Callable[[int], int] = lambda text_length: 0,
+    ) -> None:
+        self._cache, self._max_appended, self._frequency_length = cache, max_appended, frequency_length
         self._keeps_answers = is_lossless and (cache.appends_exactly or max_appended > 0)
         self._ids: list[list[int]] = [[] for _ in range(cache.batch_size)]
         self._answers = [0] * cache.batch_size  # where the answer of each request begins
+        self._frequency_lengths = [0] * cache.batch_size  # of the prompts
 
     def forget(self) -> None:
         """The cache was written in another way, or may be wrong."""
@@ -46,13 +56,22 @@ class KeptPrefix:
         """Tokens of each prompt that can stay in the cache: fewer than all, because its last token gives the logits."""
         reusable = []
         for request, (ids, held) in enumerate(zip(prompts, self._ids, strict=True)):
-            common = common_prefix(ids, held)
+            has_same = self._frequency_length(len(ids)) == self._frequency_lengths[request]
+            common = common_prefix(ids, held) if has_same else 0
             kept = min(common, len(ids) - 1)
-            appends = self._in_tail(request, kept) and len(ids) - kept <= self._max_appended
+            appends = self._in_tail(request, kept) and self.appends(kept, len(ids))
             if not appends:
                 kept = self._cache.keepable(kept, is_whole=common == len(held))
             reusable.append(kept)
         return reusable
+
+    def appends(self, kept: int, num_tokens: int) -> bool:
+        """Whether passes of rows may append what a prompt of `num_tokens` tokens has behind the kept ones.
+
+        A row has the rotary frequencies of a text that ends with it; they must be those of the prompt.
+        """
+        first, last = map(self._frequency_length, (kept + 1, num_tokens))
+        return num_tokens - kept <= self._max_appended and first == last
 
     def _in_tail(self, request: int, num_tokens: int) -> bool:
         """Whether tokens can be appended behind the first `num_tokens` of those that are held.
@@ -78,10 +97,11 @@ class KeptPrefix:
         """Keep whole blocks. Of two steps in flight the second may have replaced the tail by the next block's."""
         self._ids = [ids[: self._cache.keepable(len(ids), is_whole=False)] for ids in self._ids]
 
-    def wrote_prompt(self, request: int, ids: Sequence[int]) -> None:
-        """The cache holds this prompt now."""
+    def wrote_prompt(self, request: int, ids: Sequence[int], text_length: int | None = None) -> None:
+        """The cache holds this prompt now. text_length: as of `prefill`."""
         self._ids[request] = list(ids)
         self._answers[request] = len(ids)
+        self._frequency_lengths[request] = self._frequency_length(text_length or len(ids))
 
     def appended(self, request: int, token_ids: Sequence[int]) -> None:
         """A decode step has written these tokens behind what the cache held: the newest one, and accepted drafts."""

@@ -11,20 +11,19 @@ from alspec.models.llama import Llama
 from alspec.runtime.cache.codecs import Cache
 from alspec.runtime.decode.hooks import OperationHook
 from alspec.runtime.decode.prefill import prefill
-from alspec.runtime.decode.rounds.row_append import RowAppend
 from alspec.runtime.distributed.transport import Transport
 from alspec.runtime.engine.generation import Generation
 from alspec.runtime.engine.kept_prefix import KeptPrefix
 
-__all__ = ["appends_prompt", "process_prompts"]
+__all__ = ["appends_prompt", "process_again", "process_prompts"]
 
 
-def appends_prompt(append: RowAppend | None, generation: Generation) -> bool:
+def appends_prompt(prefix: KeptPrefix, generation: Generation) -> bool:
     """Whether passes of several rows process what a single prompt has behind its kept tokens."""
-    if append is None or len(generation.requests) > 1:
+    if len(generation.requests) > 1:
         return False
     (request,), (kept,) = generation.requests, generation.reused_tokens
-    return kept > 0 and len(request.prompt_ids) - kept <= append.max_tokens
+    return kept > 0 and prefix.appends(kept, len(request.prompt_ids))
 
 
 def process_prompts(
@@ -71,3 +70,27 @@ def process_prompts(
         done += len(ids)
     logits, layer_sums = zip(*parts, strict=True)
     return torch.cat(logits), torch.stack(layer_sums).sum(0)
+
+
+def process_again(
+    model: Llama,
+    cache: Cache,
+    kept: KeptPrefix,
+    transport: Transport,
+    generation: Generation,
+    operation: OperationHook,
+    last_queries: Tensor | None = None,
+) -> None:
+    """Process the texts that have become longer than the short context, with the frequencies of longer texts.
+
+    The newest token of each is left to a decode step. Args as of `process_prompts`.
+    """
+    for index in generation.crossing:
+        request = generation.requests[index]
+        ids = request.text_ids[:-1]
+        kept.cut(index, 0)
+        queries = None if last_queries is None else last_queries[:, index]
+        prefill(
+            model, cache, transport, index, ids, operation, last_queries=queries, text_length=request.seq_len
+        )  # fmt: skip
+        kept.wrote_prompt(index, ids, request.seq_len)

@@ -217,7 +217,8 @@ class Resources:
                 self._choices, *parts, self._peer_memory, self.decode_step, self._step_operation
             )
         is_lossless = self.mode == "off" or self.config.speculation.threshold == 0.0
-        self._kept = KeptPrefix(self.cache, is_lossless, 0 if self._append is None else self._append.max_tokens)
+        max_appended = 0 if self._append is None else self._append.max_tokens
+        self._kept = KeptPrefix(self.cache, is_lossless, max_appended, config.frequency_length)
         self.memory = memory
         if self._append is not None:
             self._compile(self._append.prepare)

@@ -86,7 +86,7 @@ class _Builder:
             buffers = replace(buffers, token_ids=rows.token_ids.view(-1), seq_lens=rows.row_lens.view(-1))
         exchange, logit_exchange = self.exchanges(num_rows)
         return {
-            "config": model.config, "weights": model.weights, "inv_freq": model.inv_freq, "kv_cache": self.cache,
+            "config": model.config, "weights": model.weights, "rotary": model.rotary, "kv_cache": self.cache,
             "buffers": buffers, "exchange": exchange, "logit_exchange": logit_exchange,
             "all_reduce": transport.all_reduce, "all_gather": transport.all_gather_world,
             "products": choose_products(model, transport.placement.tp_size, num_rows),
@@ -124,7 +124,7 @@ def build_captured_rounds(
         args = parts.decoder_arguments(batch_size * rows, own)
         return RoundKind(RowDecoder(**args, round_rows=own, recall=recall, chunk_size=chunk_size), drafter)
 
-    plain, catch_up = kind(1, None), None
+    plain, catch_up, short_context = kind(1, None), None, None
     drafter: DeviceDrafter
     if config.draft == "ngram":
         drafter = NgramDrafts()
@@ -141,11 +141,16 @@ def build_captured_rounds(
         two = RoundRowBuffers.allocate(batch_size, 2, device)
         first = RowDecoder(**own.decoder_arguments(2 * batch_size, two), round_rows=two)
         drafter = ModelDraftSteps(first, Decoder(**own.decoder_arguments(batch_size)))
-        catch_up = _catch_up(draft_model, draft_cache, transport, vocab_size, chunk_size, operation)
+        short_context = draft_model.config.short_context
+        if short_context is not None:
+            short_context += 1  # its first step computes the token before the newest one again
+        forward = RowForward(draft_model, draft_cache, transport, chunk_size, operation)
+        catch_up = _catch_up(ModelDrafter(forward, vocab_size, lambda _: 0.0, operation, short_context), forward)
     state = RoundState.allocate(batch_size, cache.max_context, config.draft_tokens, device)
     return CapturedRoundStep(
         state, plain, kind(rows_each, drafter),
         policy, round_cost, cache.max_context, uses_graph, operation, catch_up,
+        short_context,
     )  # fmt: skip
 
 
@@ -191,12 +196,9 @@ def _recall_state(model: Llama, cache: Cache, transport: Transport, recalled: in
     )  # fmt: skip
 
 
-def _catch_up(
-    model: Llama, cache: Cache, transport: Transport, vocab_size: int, chunk_size: int, operation: OperationHook
-) -> Callable[[RoundState, Tensor], None]:
+def _catch_up(drafter: ModelDrafter, forward: RowForward) -> Callable[[RoundState, Tensor], None]:
     """How a draft model's cache gets the texts up to the newest tokens: (state, tokens that it holds) -> None."""
-    forward = RowForward(model, cache, transport, chunk_size, operation)
-    drafter = ModelDrafter(forward, vocab_size, lambda _: 0.0, operation)
+    cache, transport = forward.cache, forward.transport
     history = TokenHistory(cache.batch_size, cache.max_context, cache.device)
 
     def catch_up(state: RoundState, held: Tensor) -> None:

@@ -4,6 +4,9 @@ The verdict at a position depends on its own activations and on the keys and val
 text all of them are known, so one pass over all positions, layer by layer, equals `simulated` decoding step by step.
 This holds for a quantised cache too: how a position reads an earlier token depends only on their two positions. Blocks
 that `A~` recalls follow from the full attention of the tokens before.
+
+Rotary frequencies that depend on the length are those of the text that is read, all but its last token, as in a forward
+pass of transformers.
 """
 
 from __future__ import annotations
@@ -91,18 +94,13 @@ def score_under(
         One score for each entry of `thresholds`.
     """
     at_once = max(1, KEYS_AT_ONCE // (len(token_ids) * model.config.num_kv_heads * model.config.head_dim))
-    inv_freq = model.inv_freq.clone()
-    model.set_total_length(len(token_ids))
-    try:
-        return [
-            score
-            for start in range(0, len(thresholds), at_once)
-            for score in _score(
-                model, transport, token_ids, thresholds[start : start + at_once], chunk_size, prompt_tokens, cache
-            )
-        ]
-    finally:
-        model.inv_freq.copy_(inv_freq)  # an engine's cache may hold keys of these frequencies
+    return [
+        score
+        for start in range(0, len(thresholds), at_once)
+        for score in _score(
+            model, transport, token_ids, thresholds[start : start + at_once], chunk_size, prompt_tokens, cache
+        )
+    ]
 
 
 @torch.no_grad()
@@ -128,7 +126,7 @@ def _score(
     x, partial = model.embed(rows_of(ids)), None
     hits, windows = [], model.config.windows(len(ids))
     for layer in range(model.num_layers):
-        x, q, k, v = model.pre_attention(layer, x, partial, positions)
+        x, q, k, v = model.pre_attention(layer, x, partial, positions, len(ids) - 1)
         # As in an engine with this cache; the verdict sees what a rotation of the values moves into the padding.
         q, k, v = pad_halves(q, padding), pad_halves(k, padding), F.pad(v, (0, padding))
         setting = cache.at_layer(layer, model.num_layers, windows[layer])

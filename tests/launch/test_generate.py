@@ -46,7 +46,7 @@ def test_a_terminal_shows_progress(run: Run, checkpoint: Path, monkeypatch: pyte
     assert "\x1b[K" not in plain, "stderr is no terminal"
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     monkeypatch.setenv("TERM", "dumb")
-    monkeypatch.setattr("alspec.runtime.decode.prefill.prefill.__defaults__", (64, None, 0, None))
+    monkeypatch.setattr("alspec.runtime.decode.prefill.prefill.__defaults__", (64, None, 0, None, None))
     code, again, err = run(*flags, *prompt)
     assert (code, again) == (0, text)
     shown = re.findall(r"\r\x1b\[Kalspec: ([^\r]*)", err)

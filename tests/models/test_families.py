@@ -33,7 +33,6 @@ def prompt(length: int) -> list[int]:
 
 
 def own_greedy(runner: Runner, ids: list[int], count: int) -> list[int]:
-    runner.model.set_total_length(len(ids) + count)
     tokens = [int(runner.prefill(ids, chunk_tokens=17).argmax())]
     while len(tokens) < count:
         tokens.append(int(runner.decode(tokens[-1], len(ids) + len(tokens)).argmax()))
@@ -46,7 +45,6 @@ def test_logits_and_tokens_are_those_of_transformers(case: str, tmp_path: Path) 
     reference = save_family(tmp_path, case)
     runner = load_runner(tmp_path)
     ids = prompt(61)
-    runner.model.set_total_length(len(ids))
     close(runner.prefill(ids, chunk_tokens=17), reference(torch.tensor([ids])).logits[0, -1])
     assert own_greedy(load_runner(tmp_path), ids, 20) == greedy(reference, ids, 20)
 

@@ -41,9 +41,7 @@ def test_padding_changes_no_logits(case: str, is_rotated: bool, tmp_path: Path) 
     if is_rotated:
         rotation = torch.linalg.qr(torch.randn(64, 64, generator=torch.Generator().manual_seed(3)))[0]
         rotate_values(model.weights, model.config, rotation)
-    model.set_total_length(len(ids))
     runner = Runner(model.config, model.weights, Transport(Placement(), CPU, "gloo", None))
-    runner.model.set_total_length(len(ids))
     logits = reference(torch.tensor([ids])).logits[0]
     close(runner.prefill(ids[:-1], chunk_tokens=17), logits[-2])
     close(runner.decode(ids[-1], len(ids)), logits[-1])
@@ -54,7 +52,6 @@ def test_fused_steps_of_padded_heads(case: str, tmp_path: Path) -> None:
     """The kernels run in the interpreter here."""
     reference, ids = save_family(tmp_path, case, num_hidden_layers=2), ids_of(37)
     model = load_model(tmp_path, head_dim=64)
-    model.set_total_length(len(ids) + 4)
     transport = Transport(Placement(), CPU, "gloo", None)
     cache = new_cache("bf16", model.config, 1, 1, 48, torch.float32, CPU)
     captured = build_captured_step(model, cache, transport, None, False, no_hook)

@@ -62,6 +62,7 @@ class CapturedRoundStep:
         plain, drafting: the two kinds of round. They share the state and the cache.
         round_cost: (lengths) -> time of a round with drafts, relative to a plain step.
         catch_up_draft: gives a draft model's cache the texts up to the newest tokens; None without one.
+        draft_short_context: `catch_up_draft` computes longer texts anew, with other rotary frequencies.
     """
 
     is_fused = True
@@ -77,6 +78,7 @@ class CapturedRoundStep:
         uses_graph: bool,
         operation: OperationHook,
         catch_up_draft: Callable[[RoundState, Tensor], None] | None = None,
+        draft_short_context: int | None = None,
     ) -> None:
         """Create the step; `prepare` captures it. capacity: tokens that the cache holds of each request."""
         self.uses_graph = uses_graph
@@ -104,6 +106,8 @@ class CapturedRoundStep:
         self._recent: deque[str] = deque(maxlen=RECENT_STEPS)  # kinds of the newest launched rounds
         # Tokens of each request that a draft model's cache holds at least, as far as rounds are read.
         self._held = [0] * self._batch_size
+        self._draft_short_context = draft_short_context or capacity
+        self._holds_long = [False] * self._batch_size  # whether `_held` has the frequencies of longer texts
 
     def _prompt_buffers(self, recall: RecallState) -> tuple[Tensor, DecodeAttention]:
         """Room for the prompts' last queries, and the attention by which they choose the first recall lists."""
@@ -292,10 +296,16 @@ class CapturedRoundStep:
             room = max(room, own if is_live else 0)
         return room
 
+    @property
+    def _is_long(self) -> list[bool]:
+        return [length > self._draft_short_context for length in self._seq_lens]
+
     def _lacks_text(self) -> bool:
         """Whether a draft model's cache may lack more than the newest two tokens, which its first step feeds."""
         if self._catch_up_draft is None:
             return False
+        if self._holds_long != self._is_long:
+            return True
         lacking = max(length - held for length, held in zip(self._seq_lens, self._held, strict=True))
         for kind in self._flying:
             lacking = 2 if kind is self._drafting else lacking + 1
@@ -306,6 +316,7 @@ class CapturedRoundStep:
         assert self._catch_up_draft is not None
         self._catch_up_draft(self._state, torch.tensor(self._held, device=self._device))
         self._held = [length - 1 for length in self._seq_lens]
+        self._holds_long = self._is_long
 
     def _parse(self, row: list[int]) -> tuple[list[list[int]], list[int]]:
         """Emitted tokens and numbers of drafts of each request, from the ring."""

@@ -56,17 +56,26 @@ class ModelDrafter:
         forward: the smaller model over its cache, which is not quantised and has no rings.
         vocab_size: V, of the model that verifies. Rows of either embedding may be padded beyond the tokenizer.
         cost: (lengths) -> time of one draft relative to a plain step.
+        short_context: longer texts have other rotary frequencies, with which all of a text is computed again.
     """
 
     def __init__(
-        self, forward: RowForward, vocab_size: int, cost: Callable[[list[int]], float], operation: OperationHook
+        self,
+        forward: RowForward,
+        vocab_size: int,
+        cost: Callable[[list[int]], float],
+        operation: OperationHook,
+        short_context: int | None = None,
     ) -> None:
         self._forward, self._vocab_size, self._cost = forward, vocab_size, cost
         self._operation = operation
+        self._short_context = short_context or forward.cache.max_context
         cache = forward.cache
         # [B, N]: the token whose keys and values the cache holds at each place; -1: none.
         self._held = torch.full((cache.batch_size, cache.max_context), -1, device=cache.device)
         self._places = torch.arange(cache.max_context, device=cache.device)
+        # [B]: whether what the cache holds has the frequencies of longer texts.
+        self._is_long = torch.zeros(cache.batch_size, dtype=torch.bool, device=cache.device)
 
     def begin(self, history: TokenHistory) -> None:
         """Keep what all ranks hold of these texts: an interrupted call may have ended elsewhere on each."""
@@ -107,12 +116,19 @@ class ModelDrafter:
 
     def _add_missing(self, history: TokenHistory) -> Tensor:
         """Give the cache all tokens of the texts; returns the logits after the newest ones, [B, V]."""
-        forward, lengths, count = self._forward, history.lengths.long(), self._common(history)
+        forward, lengths = self._forward, history.lengths.long()
+        is_long = lengths > self._short_context
+        count = torch.where(is_long == self._is_long, self._common(history), 0)
         self._forget_from(count)  # first: if this is interrupted, the cache may hold less
+        self._is_long = is_long
         for request, (start, length) in enumerate(zip(count.tolist(), lengths.tolist(), strict=True)):
-            if length - start > CATCH_UP_ROWS:
+            # Rows in the short context have its frequencies: in a longer text they are a prompt.
+            if length - start > CATCH_UP_ROWS or start < self._short_context < length:
                 ids = history.token_ids[request, : length - 1].tolist()
-                prefill(forward.model, forward.cache, forward.transport, request, ids, self._operation, start=start)
+                prefill(
+                    forward.model, forward.cache, forward.transport, request, ids, self._operation, start=start,
+                    text_length=length if length > self._short_context else None,
+                )  # fmt: skip
                 count[request] = length - 1
         rows = torch.arange(int((lengths - count).max()), device=count.device)
         # Rows behind the newest token repeat it.

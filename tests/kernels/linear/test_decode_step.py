@@ -26,6 +26,7 @@ from alspec.kernels.attention.oracles import (
 from alspec.kernels.comm.exchange import Exchange, LogitExchange
 from alspec.kernels.comm.ll_packets import BAD_NUMBERS, LATE_PACKET, fault_code, split_fault, unpack_packets
 from alspec.kernels.common.jit_launch import num_sms
+from alspec.kernels.common.rotary import RotaryFrequencies
 from alspec.kernels.linear import projections
 from alspec.kernels.linear.gemv_tile import inputs_at_once
 from alspec.kernels.linear.packed_tile import tile_settings
@@ -81,19 +82,40 @@ def test_the_embedding_gives_x_its_norm_and_the_angles(
     device: torch.device, dtype: torch.dtype, batch: int, hidden: int, head_dim: int, check: Check
 ) -> None:
     table, gamma = normal(device, dtype, 50, hidden), normal(device, dtype, hidden)
-    inv_freq = torch.rand(head_dim // 2, device=device)
+    rotary = RotaryFrequencies(torch.rand(head_dim // 2, device=device))
     token_ids = torch.randint(50, (batch,), device=device)
     seq_lens = torch.randint(1, 4000, (batch,), dtype=torch.int32, device=device)
     x, x_norm = nan(device, torch.float32, batch, hidden), nan(device, dtype, batch, hidden)
     squares = nan(device, torch.float32, batch, num_square_sums(hidden))
     rope = nan(device, torch.float32, batch, 2, head_dim // 2)
-    embed_norm(token_ids, seq_lens, table, gamma, inv_freq, x, x_norm, squares, rope)
-    expected = embed_norm_ref(token_ids, seq_lens, table, gamma, inv_freq)
+    embed_norm(token_ids, seq_lens, table, gamma, rotary, x, x_norm, squares, rope)
+    expected = embed_norm_ref(token_ids, seq_lens, table, gamma, rotary)
     check(x, expected[0], torch.float32)
     check(x_norm, expected[1], dtype)
     check(squares.sum(1), expected[2], torch.float32)
     # In fp32 an angle of 4000 has a fraction of 12 bits.
     assert (rope.double() - expected[3]).abs().max() < 4000 * 2**-22
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_the_angles_follow_the_length(device: torch.device, kind: str) -> None:
+    """Up to C tokens, and behind them; channels that are not rotated stay so."""
+    table, gamma, context = normal(device, torch.float32, 7, 64), normal(device, torch.float32, 64), 1000
+    inv_freq = torch.tensor([1.0, 0.3, 0.02, 0.0, 0.0], device=device)
+    rotary = RotaryFrequencies(inv_freq, context, long_freq=inv_freq / 3)
+    if kind == "dynamic":
+        exponents = torch.tensor([0.0, -0.5, -1.0, 0.0, 0.0], dtype=torch.float64, device=device)
+        rotary = RotaryFrequencies(inv_freq, context, factor=3.0, exponents=exponents)
+    lengths = [1, 999, 1000, 1001, 1002, 3000]
+    seq_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
+    token_ids = torch.zeros(len(lengths), dtype=torch.int64, device=device)
+    x, x_norm = (nan(device, torch.float32, len(lengths), 64) for _ in range(2))
+    squares, rope = nan(device, torch.float32, len(lengths), 2), nan(device, torch.float32, len(lengths), 2, 5)
+    embed_norm(token_ids, seq_lens, table, gamma, rotary, x, x_norm, squares, rope, 1.25)
+    expected = embed_norm_ref(token_ids, seq_lens, table, gamma, rotary, 1.25)[3]
+    assert (rope - expected).abs().max() < 3000 * 2**-22
+    plain = embed_norm_ref(token_ids, seq_lens, table, gamma, RotaryFrequencies(inv_freq), 1.25)[3]
+    assert torch.equal((expected != plain).flatten(1).any(1).cpu(), torch.tensor(lengths) > context)
 
 
 # batch, hidden, num_qo_heads, num_kv_heads, head_dim

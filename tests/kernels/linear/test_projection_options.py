@@ -17,6 +17,7 @@ from alspec.kernels.attention.oracles import (
 )
 from alspec.kernels.comm.exchange import Exchange
 from alspec.kernels.comm.ll_packets import unpack_packets
+from alspec.kernels.common.rotary import RotaryFrequencies
 from alspec.kernels.linear.head_norm import norm_rope_append
 from alspec.kernels.linear.projections import gate_up_silu, qkv_rope_append
 from alspec.kernels.linear.push import push_partial
@@ -148,12 +149,12 @@ def test_row_parallel_products_with_biases(
 def test_rotated_channels_have_a_factor(device: torch.device) -> None:
     """The others, of frequency 0, keep their values."""
     table, gamma = normal(device, F32, 7, 64), normal(device, F32, 64)
-    inv_freq = torch.tensor([1.0, 0.3, 0.02, 0.0, 0.0], device=device)
+    rotary = RotaryFrequencies(torch.tensor([1.0, 0.3, 0.02, 0.0, 0.0], device=device))
     token_ids, seq_lens = torch.tensor([5, 2], device=device), torch.tensor([1, 90], dtype=torch.int32, device=device)
     x, x_norm = nan(device, F32, 2, 64), nan(device, F32, 2, 64)
     squares, rope = nan(device, F32, 2, num_square_sums(64)), nan(device, F32, 2, 2, 5)
-    embed_norm(token_ids, seq_lens, table, gamma, inv_freq, x, x_norm, squares, rope, 1.25)
-    expected = embed_norm_ref(token_ids, seq_lens, table, gamma, inv_freq, 1.25)[3]
+    embed_norm(token_ids, seq_lens, table, gamma, rotary, x, x_norm, squares, rope, 1.25)
+    expected = embed_norm_ref(token_ids, seq_lens, table, gamma, rotary, 1.25)[3]
     assert (rope - expected).abs().max() < 1e-4
     assert (rope[:, 0, 3:] == 1).all()
     assert (rope[:, 1, 3:] == 0).all()

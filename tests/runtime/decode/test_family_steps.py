@@ -34,22 +34,19 @@ def test_tokens_are_those_of_transformers(case: str, tmp_path: Path) -> None:
     reference = save_family(tmp_path, case)
     transport = Transport(Placement(), CPU, "gloo", None)
     model = load_model(tmp_path, transport)
-    # Frequencies that depend on the length are those of the longest request.
-    prompts = PROMPTS if "long" not in case else PROMPTS[:1]
-    model.set_total_length(max(map(len, prompts)) + NEW_TOKENS)
-    cache = new_cache("bf16", model.config, 1, len(prompts), 48, torch.float32, CPU)
+    cache = new_cache("bf16", model.config, 1, len(PROMPTS), 48, torch.float32, CPU)
     captured = build_captured_step(model, cache, transport, None, False, no_hook)
     captured.prepare(SamplingConfig())
     tokens = [
-        [int(prefill(model, cache, transport, index, ids, no_hook)[0].argmax())] for index, ids in enumerate(prompts)
+        [int(prefill(model, cache, transport, index, ids, no_hook)[0].argmax())] for index, ids in enumerate(PROMPTS)
     ]
-    captured.begin([made[0] for made in tokens], [len(ids) + 1 for ids in prompts])
+    captured.begin([made[0] for made in tokens], [len(ids) + 1 for ids in PROMPTS])
     for remaining in range(NEW_TOKENS - 1, 0, -1):
         record = captured.step(remaining)
         assert record.fault == 0
         for made, new in zip(tokens, record.token_ids, strict=True):
             made += new
-    assert tokens == [greedy(reference, ids, NEW_TOKENS) for ids in prompts]
+    assert tokens == [greedy(reference, ids, NEW_TOKENS) for ids in PROMPTS]
 
 
 @pytest.mark.parametrize(
@@ -124,7 +121,6 @@ def simulated(
     transport = Transport(Placement(), CPU, "gloo", None)
     model = load_model(folder, transport)
     capacity = len(prompt) + steps + 1
-    model.set_total_length(capacity)
     cache = new_cache(codec, model.config, 1, 1, capacity, torch.float32, CPU, keeps_context=True)
     speculation = SpeculationConfig(threshold=threshold, chunk_size=128, **predictor)
     eager = EagerStep(model, cache, transport, "simulated", speculation, no_hook)

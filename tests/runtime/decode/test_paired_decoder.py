@@ -87,7 +87,7 @@ class Pair:
             buffers = DecodeBuffers.allocate(config, 1, 1, torch.float32, CPU)
             self.ranks.append(
                 PairedDecoder(
-                    config, model.weights, model.inv_freq, cache, buffers, exchange, logit_exchange,
+                    config, model.weights, model.rotary, cache, buffers, exchange, logit_exchange,
                     transport.all_reduce, transport.all_gather_world, pairing, pair, sums, stops_early,
                 )
             )  # fmt: skip
@@ -137,7 +137,7 @@ class OneRank:
         epoch, fault = torch.ones(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
         self.buffers = DecodeBuffers.allocate(config, 1, 1, torch.float32, CPU)
         self.decoder = Decoder(
-            config, model.weights, model.inv_freq, self.cache, self.buffers,
+            config, model.weights, model.rotary, self.cache, self.buffers,
             Exchange(torch.zeros(1, config.hidden_size), epoch, fault),
             LogitExchange(torch.zeros(1, config.vocab_size), epoch, fault), transport.all_reduce,
             transport.all_gather_world,

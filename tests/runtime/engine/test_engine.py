@@ -526,7 +526,7 @@ def test_memory_of_the_engine_counts_as_free_for_its_next_cache(
 
 
 def test_progress_includes_the_prompts_before(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("alspec.runtime.decode.prefill.prefill.__defaults__", (64, None, 0, None))
+    monkeypatch.setattr("alspec.runtime.decode.prefill.prefill.__defaults__", (64, None, 0, None, None))
     engine.load(2, 200)
     done: list[int] = []
     next(engine.stream([[1] * 100, [2] * 150], SAMPLING, progress=done.append))

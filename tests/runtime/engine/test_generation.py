@@ -245,3 +245,18 @@ def test_drafts_behind_the_end_of_a_text_do_not_count() -> None:
     list(generation.push([[7], [7, 8]], None, 0, drafts=[0, 1]))
     generation.step_us.append(1.0)
     assert generation.rounds[1] == [(1, 1)], "a request that has ended does not count"
+
+
+def test_tokens_behind_the_end_of_the_short_context_are_dropped() -> None:
+    """They were computed over a cache of other frequencies. Each text crosses by its own length."""
+    requests = [Request([1] * length, IdDecoder(), SamplingConfig(max_new_tokens=9), []) for length in (8, 4, 11)]
+    generation = Generation(requests, short_context=10)
+    list(generation.push([[3], [3], [3]], None, 0))
+    assert (generation.seq_lens, generation.crossing, generation.remaining) == ([9, 5, 12], [], 2)
+    list(generation.push([[4, 5, 6, 7], [4], [4, 5]], None, 0, drafts=[3, 3, 3]))
+    assert (generation.seq_lens, generation.crossing) == ([11, 6, 14], [0])
+    assert generation.rounds == [[(1, 1), (3, 0), (3, 1)]]
+    assert generation.remaining == 5
+    list(generation.push([[6, 7], [5, 6], [6]], None, 0, drafts=[1, 1, 1]))
+    assert (generation.seq_lens, generation.crossing) == ([13, 8, 15], [])
+    assert requests[0].token_ids == [3, 4, 5, 6, 7]

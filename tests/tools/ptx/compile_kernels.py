@@ -136,8 +136,8 @@ def decode_step(capability: int, tp_size: int, batch_size: int, gate: bool = Fal
         "reduce_norm, no inbox": reduced(**no_packets),
     }
     if not gate:
-        embedding = {"HIDDEN": hidden, "HALF": 64, "HALF_PAD": 64, "BLOCK": residual.BLOCK, "ROPE_FACTOR": 1.0} | pdl
-        over_collectives = {"embed_norm": variant(capability, residual._embed_norm_kernel, 1, embedding, x_ptr="*fp32")}
+        plain_rope = {"long_freq_ptr": None, "exponents_ptr": None, "CONTEXT": 0, "STRETCH": 0.0}
+        over_collectives = {"embed_norm": embed_norm(capability, hidden, plain_rope)}
     return over_collectives | {
         "qkv": qkv(heads, kv_heads, 128, **no_tail),
         "qkv, quantised": qkv(heads, kv_heads, 128),
@@ -151,6 +151,24 @@ def decode_step(capability: int, tp_size: int, batch_size: int, gate: bool = Fal
         "collect_logits": collected(own_packets_ptr=None),
         "collect_logits, own packets": collected(),
         "finish_step": variant(capability, next_token._finish_step_kernel, 1, finish),
+    }
+
+
+def embed_norm(capability: int, hidden: int, rope: dict[str, Any]) -> Variant:
+    """The first kernel of a step; `rope`: constants of its frequencies."""
+    constants = {"HIDDEN": hidden, "HALF": 64, "HALF_PAD": 64, "BLOCK": residual.BLOCK, "ROPE_FACTOR": 1.0}
+    constants |= {"PDL": capability >= 90} | rope
+    types = {"x_ptr": "*fp32", "long_freq_ptr": "*fp32", "exponents_ptr": "*fp64"}
+    return variant(capability, residual._embed_norm_kernel, 1, constants, **types)
+
+
+def rope_by_length(capability: int) -> dict[str, Variant]:
+    """The first kernel of models whose rotary frequencies depend on the length of a text."""
+    longrope = {"exponents_ptr": None, "CONTEXT": 4096, "STRETCH": 0.0}
+    dynamic = {"long_freq_ptr": None, "CONTEXT": 4096, "STRETCH": 1e-3}
+    return {
+        "embed_norm, longrope": embed_norm(capability, 4096, longrope),
+        "embed_norm, dynamic": embed_norm(capability, 4096, dynamic),
     }
 
 
@@ -490,7 +508,7 @@ def all_variants(capability: int) -> dict[str, Variant]:
     add({"lean, spec, window": lean(capability, 4, 128, 1, True, window=True)})
     add({"flashq, window": flashq(capability, 4, 128, 1, False, window=True)})
     add({"recall lists": choose_lists(capability, 4, 16, 2048)})
-    add(quantised_weights(capability) | many_rows(capability))
+    add(quantised_weights(capability) | many_rows(capability) | rope_by_length(capability))
     add(quantised_cache(capability) | sampled(capability) | between_products(capability) | long_rows(capability))
     add(rounds(capability))
     add(_hopper_variants() if capability == 90 else _prefill_variants(capability))

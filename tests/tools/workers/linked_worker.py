@@ -120,7 +120,6 @@ def digest(cache: Cache) -> str:
 def run_case(model: Llama, transport: Transport, case: dict[str, Any], has_packets: bool) -> dict[str, Any]:
     config, prompts = model.config, case["prompts"]
     capacity = max(map(len, prompts)) + max(sum(threshold["steps"] for threshold in case["thresholds"]), 2)
-    model.set_total_length(capacity)
     tp_size = transport.placement.tp_size
     sizes = tp_size, len(prompts), capacity
     cache = new_cache(case["kv_cache"], config, *sizes, torch.float32, CPU, keeps_context=True)
