@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from rich.table import Table
@@ -287,11 +288,14 @@ def _trace(
         append_rows(config.rows, parts_rows(row, parts, engine.model_config.num_layers, bench))
 
 
+WHOLE_STEP = ("us", "mean_us", "bytes", "tokens_per_s", "share_of_limit")  # fields of a row that its parts do not have
+
+
 def parts_rows(
     row: dict[str, Any], parts: dict[str, list[float]], num_layers: int, bench: str = "decode_parts"
 ) -> list[dict[str, Any]]:
     """Rows of a bench, one per layer part of the traced steps. `row` belongs to the untraced steps."""
-    kept = {name: value for name, value in row.items() if name not in ("us", "bytes", "tokens_per_s", "share_of_limit")}
+    kept = {name: value for name, value in row.items() if name not in WHOLE_STEP}
     return [
         kept
         | {
@@ -364,6 +368,7 @@ def _row(
             **_sampling_of(config.sampling),
         },
         "us": {name: round(profile.us[name], 3) for name in ("p20", "p50", "p80", "p99")},
+        "mean_us": round(fmean(profile.slowest_us), 3),
         "bytes": profile.read_bytes,
         "stream_tb_s": round(copy_bandwidth / 1e12, 3),
         "tokens_per_s": round(profile.tokens_per_s, 2),

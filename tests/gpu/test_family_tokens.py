@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from family_models import CASES, greedy, save_family
-from gpu_jobs import needs, run_gpu_worker
+from family_models import CASES, LONGROPE, greedy, save_family
+from gpu_jobs import needs, run_gpu_worker, unclear_place
 
 from alspec import Engine
 
@@ -64,6 +64,38 @@ def test_drafts_behind_a_sliding_window(case: str, draft: str, tmp_path: Path) -
             assert not isinstance(found, list)
             assert found.token_ids[: len(expected)] == expected
         assert engine.uses_graph
+
+
+BY_LENGTH: dict[str, dict[str, Any]] = {
+    "dynamic-short": {
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 3.0},
+        "max_position_embeddings": 50,
+    },
+    "phi3-long": {"rope_parameters": LONGROPE, "original_max_position_embeddings": 50},
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("draft", ["off", "ngram", "self"])
+@pytest.mark.parametrize("case", BY_LENGTH)
+def test_texts_that_grow_beyond_the_short_context(case: str, draft: str, tmp_path: Path) -> None:
+    """Captured steps go on with the frequencies of a longer text: one request, then three of other lengths."""
+    reference, compared = save_family(tmp_path, case, hidden_size=64, **BY_LENGTH[case]), 0
+    options = {} if draft == "off" else {"draft": draft, "draft_tokens": 3, "draft_always": True}
+    with Engine.from_pretrained(tmp_path, dtype="fp32", cuda_graph="on", speculation="off", **options) as engine:
+        for lengths in ((40,), (20, 47, 60)):
+            batch = [prompt(length) for length in lengths]
+            answers = engine.generate(batch, max_new_tokens=40, ignore_eos=True, logprobs=2)
+            assert isinstance(answers, list)
+            for ids, answer in zip(batch, answers, strict=True):
+                reference(torch.tensor([[1]]))  # transformers keeps the frequencies of the longest text otherwise
+                leads = [each.top[0][1] - each.top[1][1] for each in answer.logprobs or ()]
+                clear = unclear_place(leads, LEAD)
+                assert answer.token_ids[:clear] == greedy(reference, ids, 40)[:clear]
+                compared += clear
+        assert engine.uses_graph
+    assert compared > 60
 
 
 # Mode, transport and settings of an engine of several ranks.

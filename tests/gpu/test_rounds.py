@@ -91,7 +91,7 @@ def answers_of(engine: Engine, how: SamplingConfig) -> list[Completion]:
 def test_ten_thousand_rounds_leave_texts_lists_and_cache_as_they_should() -> None:
     """Sampled in fp32, so that many drafts are wrong; lists of two blocks leave others out.
 
-    Lists are those that a prompt of the text leaves, which attends by other kernels. Its newest token has none yet.
+    Lists are those of a plain step at the end of the text. Its newest token has none yet.
     """
     ids, count, rounds = licence_ids(), 250, 0
     speculation = SpeculationConfig(mode="off", recall_blocks=2)
@@ -121,7 +121,8 @@ def test_ten_thousand_rounds_leave_texts_lists_and_cache_as_they_should() -> Non
                     for found, wanted in ((kept.k, right.k), (kept.v, right.v)):
                         torch.testing.assert_close(found[0, :, :places], wanted[0, :, :places], rtol=1e-3, atol=1e-4)
                 rounds += sum(drafts > 0 for each in engine.generation.rounds for drafts, _ in each)
-            tokens_of(prompted, text[:-1], how.model_copy(update={"max_new_tokens": 1}))
+            step = how.model_copy(update={"max_new_tokens": 2})
+            assert tokens_of(prompted, text[:-2], step) == text[-2:], "a plain step behind a prompt"
             lists, expected_lists = recall_lists(own), recall_lists(prompted)
             listed, same = listed + lists.numel(), same + int((lists == expected_lists).sum())
             if rounds >= 10_000:
