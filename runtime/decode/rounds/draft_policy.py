@@ -38,7 +38,7 @@ class Trials(NamedTuple):
 
 
 BY_TIME = Trials(False, 4, 32, 128)
-BY_REPEATS = Trials(True, 3, 64, 512)
+BY_REPEATS = Trials(True, 3, 128, 512)
 
 
 def round_cost(num_drafts: int, draft_cost: float) -> float:

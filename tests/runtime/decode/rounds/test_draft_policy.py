@@ -137,10 +137,10 @@ def test_a_text_that_does_not_repeat_costs_few_rounds() -> None:
     policy = DraftPolicy(repeats=RepeatedTexts())
     policy.begin([passage(1, 300)])
     drafted = steps_of(policy, passage(2, 500), 500, 1.4, 1.0)
-    trial, probe = BY_REPEATS.probe_rounds, [True] * BY_REPEATS.probe_rounds
-    assert drafted[: trial + 64] == probe + [False] * 64
-    assert drafted[trial + 64 : 2 * (trial + 64) + 64] == probe + [False] * 128
-    assert sum(drafted) * 0.4 < 0.02 * 500
+    _, trial, pause, _ = BY_REPEATS
+    assert drafted[: trial + pause] == [True] * trial + [False] * pause
+    assert drafted[trial + pause : 2 * (trial + pause) + pause] == [True] * trial + [False] * 2 * pause
+    assert sum(drafted) * 0.4 < 0.01 * 500
 
 
 def test_a_text_that_repeats_itself_ends_a_pause() -> None:
