@@ -66,6 +66,15 @@ def test_drafts_behind_a_sliding_window(case: str, draft: str, tmp_path: Path) -
         assert engine.uses_graph
 
 
+@torch.no_grad()
+def anew(reference: Any, ids: list[int], count: int) -> list[int]:
+    """Greedy tokens, each of a pass over the whole text: not each release of transformers drops its cache at C."""
+    text = list(ids)
+    for _ in range(count):
+        text.append(int(reference(torch.tensor([text]), use_cache=False).logits[0, -1].argmax()))
+    return text[len(ids) :]
+
+
 BY_LENGTH: dict[str, dict[str, Any]] = {
     "dynamic-short": {
         "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 3.0},
@@ -92,7 +101,8 @@ def test_texts_that_grow_beyond_the_short_context(case: str, draft: str, tmp_pat
                 reference(torch.tensor([[1]]))  # transformers keeps the frequencies of the longest text otherwise
                 leads = [each.top[0][1] - each.top[1][1] for each in answer.logprobs or ()]
                 clear = unclear_place(leads, LEAD)
-                assert answer.token_ids[:clear] == greedy(reference, ids, 40)[:clear]
+                tokens = (anew if case == "phi3-long" else greedy)(reference, ids, 40)
+                assert answer.token_ids[:clear] == tokens[:clear]
                 compared += clear
         assert engine.uses_graph
     assert compared > 60
