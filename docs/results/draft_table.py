@@ -36,19 +36,21 @@ def accepted(rows: list[dict[str, Any]]) -> str:
             blocks = re.search(r"--recall-blocks (\d+)", row["command"])
             recalled = f", {blocks[1] if blocks else 16} recalled"
             drafter += ", sink and window" if "--predictor window" in row["command"] else recalled
-            weights = re.search(r"--draft-weights (\S+)", row["command"])
-            drafter += f", {weights[1]} copy" if weights else ""
+        weights = re.search(r"--draft-weights (\S+)", row["command"])
+        if weights:
+            drafter += f", {weights[1]} copy" if case["drafter"] == "self" else f", {weights[1]}"
+        kept = re.search(r" --weights (\S+)", row["command"])
         by_place = details["accepted_by_place"]
         shares = " / ".join(f"{share:.0%}" for share in by_place)
         each = sum(by_place) / (1 + sum(by_place[:-1]))  # of the drafts behind accepted ones
         cells.append(
             [
-                drafter, text_of(row), str(case["context"]), f"{case['temperature']:g}", str(case["draft_tokens"]),
-                case["dtype"], f"{row['value']:.2f}", f"{details['tokens_per_round']:.2f}", shares, f"{each:.0%}",
-                str(details["rounds"]),
+                drafter, kept[1] if kept else "", text_of(row), str(case["context"]), f"{case['temperature']:g}",
+                str(case["draft_tokens"]), case["dtype"], f"{row['value']:.2f}", f"{details['tokens_per_round']:.2f}",
+                shares, f"{each:.0%}", str(details["rounds"]),
             ]
         )  # fmt: skip
-    head = ["drafter", "text", "tokens", "temperature", "K", "dtype"]
+    head = ["drafter", "weights", "text", "tokens", "temperature", "K", "dtype"]
     return table([*head, "tokens a step", "tokens a round", "accepted by place", "of each", "rounds"], cells)
 
 

@@ -1,4 +1,4 @@
-"""Draw latency.png, needles.png, shapes.png, quality_bytes.png and link_map.png from the measured rows of this folder.
+"""Draw latency.png, needles.png, shapes.png, quality_bytes.png, hits.png and link_map.png from the rows of this folder.
 
 Usage: `python docs/results/pictures.py [FOLDER]`; without a folder the pictures are written here.
 """
@@ -12,6 +12,7 @@ from typing import Any
 
 import matplotlib
 import torch
+from hit_picture import draw_hits
 from link_table import alone_of, pairs_of
 from quality_tables import times_fewer
 from result_rows import HERE, REPORTED, read, times_as_fast
@@ -42,6 +43,7 @@ def main() -> None:
     latency(folder / "latency.png")
     link_map(folder / "link_map.png", read("linked_pair.jsonl"))
     plot_shapes.draw(folder / "shapes.png", read("shapes.jsonl"), "decode attention over a bf16 cache, NVIDIA H200")
+    draw_hits(folder / "hits.png")
     quality_bytes(folder / "quality_bytes.png", read("quality_turboquant.jsonl"))
     needles = folder / "needles.png"
     plot_quality.draw(needles, needle_rows(read("quality_codecs.jsonl")))

@@ -9,10 +9,14 @@ from quality_tables import lambda_name
 from result_rows import provenance, read, table
 
 QUALITY, ATTENTION, WINDOW = "quality_recall.jsonl", "recall_attention.jsonl", "quality_smollm2.jsonl"
-NAMES = {"valid.jsonl.xz": "books", "code.txt": "code", "chat.txt": "chat"}
+NAMES = {"valid.jsonl.xz": "books", "code.txt": "code", "chat.txt": "chat", "copies.txt": "copies"}
 SHOWN = ("0.05", "0.1", "0.2", "inf")  # lambda
 
-OF_LAYERS = "Hit rate of each layer of SmolLM2 on books, 8192 tokens, lambda 0.1:"
+OF_LAYERS = "Hit rate of each layer of SmolLM2, then of the bundled model, on books, 8192 tokens, lambda 0.1:"
+OF_TASKS = (
+    "Exact answers to questions about facts in a text (*recall*) and about one of 75 keys of a record (*record"
+    " recall*). SmolLM2 answers none about records by full attention either."
+)
 
 Rows = list[dict[str, Any]]
 
@@ -24,7 +28,8 @@ def recall() -> list[str]:
     if quality:
         text = (
             "Reference semantics (`simulated`). *Recalled* blocks of 64 tokens are those heaviest for"
-            " the token before; 0 is sink and window alone. Books have 8 windows, code and chat 6."
+            " the token before; 0 is sink and window alone. Code and chat of SmolLM2 at 8192 tokens are other texts"
+            " than the rest of code and chat."
         )
         of_answers = (
             "Greedy answers to prompts over books, in fp32, S = 128, against those of full attention: the share of"
@@ -39,7 +44,10 @@ def recall() -> list[str]:
                     provenance(*quality),
                     hits(quality),
                     OF_LAYERS,
-                    layers(quality),
+                    layers(quality, "smollm2"),
+                    layers(quality, "demo"),
+                    OF_TASKS,
+                    tasks(quality),
                     of_answers,
                     answers(quality),
                 ]
@@ -69,20 +77,41 @@ def hits(rows: Rows) -> str:
     for (model, text, context, chunk_size, blocks), found in sorted(lines.items()):
         full = found["0.0"]["value"]
         name = "the bundled model" if model == "demo" else model
-        cell = [name, text, str(context), str(chunk_size), str(blocks), f"{full:.4f}"]
+        windows = str(found["0.0"]["case"]["samples"])
+        cell = [name, text, str(context), windows, str(chunk_size), str(blocks), f"{full:.4f}"]
         for name in SHOWN:
             row = found.get(name)
             cell += ["", ""] if row is None else [f"{row['hit_rate']:.1%}", f"{row['value'] / full - 1:+.2%}"]
-        cells.append([*cell[:6], *(text for at, text in enumerate(cell[6:]) if at != 2 * len(SHOWN) - 2)])
-    head = ["model", "text", "tokens", "S", "recalled", "bits per byte, full attention"]
+        cells.append([*cell[:7], *(text for at, text in enumerate(cell[7:]) if at != 2 * len(SHOWN) - 2)])
+    head = ["model", "text", "tokens", "windows", "S", "recalled", "bits per byte, full attention"]
     for name in SHOWN[:-1]:
         head += [f"hits, {lambda_name(name)}", "change"]
     return table([*head, f"change, {lambda_name(SHOWN[-1])}"], cells)
 
 
-def layers(rows: Rows) -> str:
+def tasks(rows: Rows) -> str:
+    """Share of exact answers, for each model, task and number of blocks."""
+    lines: dict[tuple[str, str, int, int], dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        case = row["case"]
+        if "recall" in case["measure"]:
+            key = case["model"], case["measure"], case["context"], case["recall_blocks"]
+            lines.setdefault(key, {})[case["threshold"]] = row
+    thresholds = ("0.0", *SHOWN)
+    cells = []
+    for (model, measure, context, blocks), found in sorted(lines.items()):
+        shown = [f"{found[name]['value']:.0%}" if name in found else "" for name in thresholds]
+        asked = str(found["0.0"]["case"]["samples"])
+        cells.append(
+            ["the bundled model" if model == "demo" else model, measure, str(context), asked, str(blocks), *shown]
+        )
+    names = ["full attention", *(lambda_name(name) for name in SHOWN)]
+    return table(["model", "task", "tokens", "questions", "recalled", *names], cells)
+
+
+def layers(rows: Rows, model: str) -> str:
     """Hit rate of each layer on books, a column for each S and number of blocks."""
-    shown = {"model": "smollm2", "measure": "bits per byte", "context": 8192, "threshold": "0.1"}
+    shown = {"model": model, "measure": "bits per byte", "context": 8192, "threshold": "0.1"}
     columns = {
         (row["case"]["chunk_size"], row["case"]["recall_blocks"]): row["hit_rate_per_layer"]
         for row in rows

@@ -9,7 +9,8 @@ from result_rows import provenance, table
 DEFAULT_BLOCKS = 16  # of `--recall-blocks`
 REAL_TEXT = (
     "Drafts on SmolLM2, bf16, one GPU, verified: a passage that is repeated (copy), a function rewritten"
-    " with one name replaced (edit), a book (its greedy continuation repeats itself)."
+    " with one name replaced (edit), books, whose greedy continuation repeats itself and whose sampled one does not."
+    " The first trial of drafts counts, and the mean of plain steps where it was measured."
 )
 
 
@@ -19,8 +20,8 @@ def rounds(rows: list[dict[str, Any]]) -> str:
         return ""
     text = (
         "8B shape with random weights over a cache of random numbers: a round with K drafts against a plain step of the"
-        " same cache and context, in one run (K 1, 2 and 15 on one GPU, and four GPUs: of another run). A forced"
-        " acceptance takes drafts whatever they are."
+        " same cache and context. Where a run measured no plain step of its own, the first of the kind is shown. A"
+        " forced acceptance takes drafts whatever they are."
     )
     tables = [against_plain(rows), REAL_TEXT, with_texts(rows)]
     return "\n\n".join(["## Rounds with drafts", text, provenance(*rows), *tables])
@@ -60,12 +61,22 @@ def with_texts(rows: list[dict[str, Any]]) -> str:
         lines.append(
             [
                 case["shape"], _drafter(row), case["text"].removesuffix(".txt"), str(case["context"]),
-                str(case["draft_tokens"]),
+                f"{case['temperature']:g}", _option(row, "--steps"), str(case["draft_tokens"]),
                 f"{step['us']['p50'] / 1e3:.3f}", f"{row['us']['p50'] / 1e3:.3f}", f"{row['tokens_per_step']:.2f}",
                 _gain(step, row),
             ]
         )  # fmt: skip
-    head = ["model", "drafter", "text", "tokens", "K", "plain step, ms", "round or step, ms, p50"]
+    head = [
+        "model",
+        "drafter",
+        "text",
+        "tokens",
+        "temperature",
+        "steps",
+        "K",
+        "plain step, ms",
+        "round or step, ms, p50",
+    ]
     return table([*head, "tokens a step", "tokens/s"], lines)
 
 
@@ -77,16 +88,17 @@ def _plain_and_rounds(rows: list[dict[str, Any]], is_real: bool) -> tuple[Found,
     for row in rows:
         case = row["case"]
         if row["bench"] == "decode_step":
-            plain[*_place(row), row["commit"]] = row
+            plain[*_place(row), row["commit"], case.get("temperature") or 0.0] = row
             plain.setdefault(_place(row), row)
         elif (case["acceptance"] == "real") == is_real:
-            found[_place(row), case["text"], _drafter(row), case["draft_tokens"], case["acceptance"]] = row
+            how = (case["temperature"], _option(row, "--steps")) if is_real else ()
+            found[_place(row), case["text"], _drafter(row), case["draft_tokens"], *how, case["acceptance"]] = row
     return plain, found
 
 
 def _step_of(plain: Found, place: tuple[Any, ...], row: dict[str, Any]) -> dict[str, Any]:
     """The plain step that was measured with a round, on the same machine; else the first one of its kind."""
-    return plain.get((*place, row["commit"])) or plain[place]
+    return plain.get((*place, row["commit"], row["case"]["temperature"])) or plain[place]
 
 
 def _place(row: dict[str, Any]) -> tuple[Any, ...]:
