@@ -14,10 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from family_models import greedy
 from quantised_folders import FORMATS, SHAPE, Stored, save_quantised
 from safetensors.torch import load_file
 from torch import Tensor
 
+from alspec import Engine
 from alspec.config import EngineConfig
 from alspec.models.checkpoint.quantised.quantised_checkpoint import QuantisedCheckpoint
 from alspec.models.checkpoint.source import model_config, open_checkpoint
@@ -80,13 +82,21 @@ def in_fp32(stored: Stored) -> Stored:
 def test_awq(name: str, tmp_path: Path) -> None:
     """AutoAWQ's dequantisation, in fp32 and in fp16 as it runs."""
     reference = module_of("awq", "utils/packing_utils.py").dequantize_gemm
-    save_quantised(tmp_path, name)
+    model = save_quantised(tmp_path, name)
     checkpoint, stored = open_folder(tmp_path), stored_of(tmp_path, DOWN)
     size = len(stored["qweight"]) // len(stored["scales"])
     exact = reference(stored["qweight"], stored["qzeros"], stored["scales"].float(), 4, size)
     assert torch.equal(checkpoint.tensor_slice(f"{DOWN}.weight"), exact.T)
     half = reference(stored["qweight"], stored["qzeros"], stored["scales"], 4, size)
     assert torch.equal(checkpoint.load(f"{DOWN}.weight", CPU, torch.float16), half.T)
+    for module in {entry.removesuffix(".weight") for entry in checkpoint.entries if entry.endswith("_proj.weight")}:
+        packed = stored_of(tmp_path, module)
+        if "qweight" in packed:
+            arguments = packed["qweight"], packed["qzeros"], packed["scales"].float()
+            model.get_submodule(module).weight.data = reference(
+                *arguments, 4, len(packed["qweight"]) // len(packed["scales"])
+            ).T
+    check_tokens(tmp_path, model)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -158,7 +168,7 @@ def gptqmodel() -> type[torch.nn.Module]:
 @pytest.mark.parametrize("is_ordered", [False, True])
 def test_gptqmodel(bits: int, stored: str, is_ordered: bool, tmp_path: Path, gptqmodel: Any) -> None:
     """GPTQModel packs, zero points of 0 included, and converts to version 1; expected is what it dequantises."""
-    save_quantised(tmp_path, "gptq-ordered" if is_ordered else "gptq")
+    model = save_quantised(tmp_path, "gptq-ordered" if is_ordered else "gptq")
     edit_config(tmp_path, bits=bits, checkpoint_format=stored)
     tensors, rng = load_file(tmp_path / "model.safetensors"), np.random.default_rng(4)
     expected = {}
@@ -182,6 +192,17 @@ def test_gptqmodel(bits: int, stored: str, is_ordered: bool, tmp_path: Path, gpt
     checkpoint = open_folder(tmp_path)
     for module, weight in expected.items():
         assert torch.equal(checkpoint.tensor_slice(f"{module}.weight"), weight), module
+        model.get_submodule(module).weight.data = weight.float()
+    check_tokens(tmp_path, model)
+
+
+def check_tokens(folder: Path, model: Any) -> None:
+    """The engine's greedy tokens in fp32 are those of a model of transformers."""
+    with Engine.from_pretrained(folder, dtype="fp32", transport="gloo") as engine:
+        for length in (7, 40):
+            ids = torch.randint(1, SHAPE["vocab_size"], (length,), generator=torch.Generator().manual_seed(length))
+            answer = engine.generate(ids.tolist(), max_new_tokens=24, ignore_eos=True)
+            assert answer.token_ids == greedy(model, ids.tolist(), 24)  # type: ignore[union-attr]
 
 
 def test_a_zero_point_of_zero_in_gptq_v1(tmp_path: Path) -> None:
@@ -254,13 +275,22 @@ SCHEMES: dict[str, dict[str, Any]] = {
 @torch.no_grad()
 def test_a_folder_that_compressed_tensors_wrote(scheme: str, has_inputs: bool, tmp_path: Path) -> None:
     """A whole model, quantised, compressed and saved by the package, with a plain layer among those that it ignores."""
+    inputs = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True} if has_inputs else None
+    model, compressor = write_compressed(tmp_path, SCHEMES[scheme], inputs)
+    compressor.decompress_model(model)
+    checkpoint, expected = open_folder(tmp_path), model.state_dict()
+    assert len(checkpoint.readers) == 13
+    for name in checkpoint.entries:
+        assert torch.equal(checkpoint.load(name, CPU, torch.bfloat16), expected[name]), name
+
+
+def write_compressed(folder: Path, weights: dict[str, Any], inputs: dict[str, Any] | None) -> tuple[Any, Any]:
+    """Save a model that the package has compressed; returns it, and what decompresses it."""
     pytest.importorskip("compressed_tensors")
     import transformers
     from compressed_tensors.compressors import ModelCompressor
     from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
 
-    weights = SCHEMES[scheme]
-    inputs = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True} if has_inputs else None
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE)).bfloat16()
     ignore = ["lm_head", "re:.*layers.0.*up_proj"]
@@ -271,13 +301,21 @@ def test_a_folder_that_compressed_tensors_wrote(scheme: str, has_inputs: bool, t
             _calibrate(module)
     compressor = ModelCompressor.from_pretrained_model(model)
     compressor.compress_model(model)
-    model.save_pretrained(tmp_path)
-    compressor.update_config(tmp_path)
+    model.save_pretrained(folder)
+    compressor.update_config(folder)
+    return model, compressor
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@torch.no_grad()
+def test_tokens_of_a_folder_that_compressed_tensors_wrote(scheme: str, tmp_path: Path) -> None:
+    """Those of the model that the package decompresses in fp32."""
+    model, compressor = write_compressed(tmp_path, SCHEMES[scheme], None)
+    for module in model.modules():
+        if hasattr(module, "weight_scale"):
+            module.weight_scale.data = module.weight_scale.data.float()
     compressor.decompress_model(model)
-    checkpoint, expected = open_folder(tmp_path), model.state_dict()
-    assert len(checkpoint.readers) == 13
-    for name in checkpoint.entries:
-        assert torch.equal(checkpoint.load(name, CPU, torch.bfloat16), expected[name]), name
+    check_tokens(tmp_path, model.float().eval())
 
 
 def _calibrate(module: Any) -> None:
