@@ -61,19 +61,25 @@ def run(num_ranks: int, program: list[str]) -> tuple[int, str, str]:
 
 LOSSES = [
     *((mode, 2, lost, sent) for mode, lost, sent in (("off", 1, KILL), ("paired", 0, STOP), ("off", 0, STOP))),
-    *(("paired", 2, 1, KILL), ("off", 4, 3, KILL), ("paired", 4, 2, STOP)),
+    *(
+        ("paired", 2, 1, KILL),
+        ("off", 4, 3, KILL),
+        ("paired", 4, 2, STOP),
+        ("rounds", 2, 1, KILL),
+        ("rounds", 2, 0, STOP),
+    ),
 ]
 FAST_LOSSES = {
-    "symm": ("off", 2, 1, KILL),
-    "host": ("paired", 2, 0, STOP),
-    "nccl": ("paired", 2, 1, KILL),
+    "symm": [("off", 2, 1, KILL), ("rounds", 2, 1, KILL)],
+    "host": [("paired", 2, 0, STOP)],
+    "nccl": [("paired", 2, 1, KILL)],
 }
 
 
 @pytest.mark.parametrize(
     ("transport", "mode", "ranks", "lost", "sent"),
     [
-        pytest.param(transport, *loss, marks=[] if loss == FAST_LOSSES[transport] else four if loss[1] == 4 else full)
+        pytest.param(transport, *loss, marks=[] if loss in FAST_LOSSES[transport] else four if loss[1] == 4 else full)
         for transport in TRANSPORTS
         for loss in LOSSES
     ]
@@ -82,7 +88,7 @@ FAST_LOSSES = {
 def test_a_lost_rank_ends_the_job_and_is_named(
     transport: str, mode: str, ranks: int, lost: int, sent: signal.Signals
 ) -> None:
-    """`kill -9` and `kill -STOP` in the middle of captured steps."""
+    """`kill -9` and `kill -STOP` in the middle of captured steps, or of rounds with drafts."""
     with job(ranks, [WORKER, mode, transport, "endless"]) as process:
         assert process.stdout is not None
         lines = [json.loads(line) for line in (process.stdout.readline() for _ in range(ranks)) if line]
@@ -202,14 +208,14 @@ def test_packets_that_never_come_name_rank_and_operation(mode: str, transport: s
 @pytest.mark.parametrize(
     ("mode", "transport"),
     fast(
-        [(mode, transport) for mode in ("off", "paired") for transport in TRANSPORTS],
-        keep=[("off", "symm"), ("paired", "host")],
+        [(mode, transport) for mode in ("off", "paired", "rounds") for transport in TRANSPORTS],
+        keep=[("off", "symm"), ("paired", "host"), ("rounds", "symm")],
     ),
 )
 def test_bad_numbers_name_rank_and_operation(mode: str, transport: str) -> None:
     code, out, error = run(2, [WORKER, mode, transport, "nan"])
     assert code != 0
-    layer = {"off": 3, "paired": 2}[mode]
+    layer = 2 if mode == "paired" else 3
     first = f"first seen on rank 1, MLP output, layer {layer}, step 1"
     assert f"alspec: exit 4: NaN or Inf: {first}" in error, error[-2000:]
     assert out.count("token") == 1, "only the prompt's token may be printed"

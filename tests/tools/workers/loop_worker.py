@@ -4,6 +4,7 @@
 that ends the job comes alone. `symm+nccl`: peer memory inside a group, messages over NCCL between the groups.
 """
 
+import itertools
 import json
 import os
 import random
@@ -44,7 +45,10 @@ def main() -> int:
     mode, transport, cases = sys.argv[1:]
     try:
         own, _, pair = transport.partition("+")
-        config = {"speculation": {"mode": mode, "always": True}, "dtype": "fp32"}
+        speculation = {"mode": "off" if mode == "rounds" else mode, "always": True}
+        config = {"speculation": speculation, "dtype": "fp32"}
+        if mode == "rounds":
+            config |= {"draft": "ngram", "draft_always": True}
         config |= {"transport": own, "pair_transport": pair or "auto"}
         engine = Engine(validate(EngineConfig, config, "worker"))
         with guarded(engine.heartbeat):
@@ -195,7 +199,10 @@ def _generate(engine: Engine, spoils: bool = False) -> None:
 
 
 def endless(engine: Engine) -> None:
-    """Steps without end, at the cache's last position once it is full; each rank prints its process id."""
+    """Steps without end, at the cache's last position once it is full; each rank prints its process id.
+
+    Rounds begin again and again, as there is no room for drafts at the end.
+    """
     engine.load(1, CAPACITY)
     sampling = SamplingConfig(max_new_tokens=1, ignore_eos=True)
     for _ in engine.stream(PROMPT, sampling):
@@ -203,7 +210,9 @@ def endless(engine: Engine) -> None:
     generation = engine.generation
     assert engine.uses_graph
     assert engine.transport_name == sys.argv[2]
-    for count, _ in enumerate(engine.decode(generation.requests[0].token_ids, [len(PROMPT) + 1], 10**9)):
+    first, steps = generation.requests[0].token_ids, 10**9 if engine.config.draft == "off" else 20
+    passes = (engine.decode(first, [len(PROMPT) + 1], steps, [PROMPT]) for _ in itertools.repeat(None))
+    for count, _ in enumerate(itertools.chain.from_iterable(passes)):
         if count == 50:
             sys.stdout.write(f"{json.dumps({'rank': engine.placement.rank, 'pid': os.getpid()})}\n")
             sys.stdout.flush()
