@@ -331,15 +331,15 @@ def _attend_run(
         p = gl.exp2(s - new_max[None, :])
         alpha = gl.exp2(row_max - new_max)
         row_max, weight_sums = new_max, weight_sums * alpha[None, :] + p
-        if block_lse is not None:
-            start = _tile_start((output, token, end), None, BLOCK_N)
-            store_block_lse(p, new_max, block_lse, output, token, start, HEADS_PER_KV)
         p_tile.permute((1, 0)).store(p.to(p_tile.dtype))
         fence_async_shared()
         barrier()
         mbarrier.wait(v_bars.index(stage), parity)
         v = v_tiles.index(stage).reshape([BLOCK_N, D])
         acc = warpgroup_mma(v.permute((1, 0)), p_tile.permute((1, 0)), acc * alpha[None, :], is_async=True)
+        if block_lse is not None:  # beside the product
+            start = _tile_start((output, token, end), None, BLOCK_N)
+            store_block_lse(p, new_max, block_lse, output, token, start, HEADS_PER_KV)
         acc = warpgroup_mma_wait(0, [acc])
         token += BLOCK_N
     o, lse = finish_softmax(row_max, weight_sums, acc, warp_buffer, HEADS_PER_KV, ROWS)
