@@ -127,9 +127,11 @@ def check_rounds_by_chance(folder: Path, make_prompt: Any, codec: str, seed: int
         tokens = generated(engine, prompts, sampling)
         expected = cached(engine, lengths)
     with engine_of(folder, kv_cache=codec, draft="ngram") as engine:
-        engine.load(3, max(map(len, prompts)) + sampling.max_new_tokens)
+        # Rounds of a text that has ended go on until the others have.
+        longer = sampling.model_copy(update={"max_new_tokens": sampling.max_new_tokens + 8})
+        engine.load(3, max(map(len, prompts)) + longer.max_new_tokens)
         plain = put_drafter(engine, NoDrafter(), 1, recall_blocks=1)
-        assert generated(engine, prompts, sampling) == tokens
+        assert [ids[: sampling.max_new_tokens] for ids in generated(engine, prompts, longer)] == tokens
     with engine_of(folder, kv_cache=codec, draft="ngram") as engine:
         engine.load(3, max(map(len, prompts)) + sampling.max_new_tokens)
         texts = [ids + new for ids, new in zip(prompts, tokens, strict=True)]
@@ -147,10 +149,8 @@ def check_lists(forward: RowForward, plain: RowForward) -> None:
     """After each round, the lists are those of plain steps at that length; some of them leave blocks out."""
     assert isinstance(forward, ListsForward)
     assert isinstance(plain, ListsForward)
-    compared = forward.left.keys() & plain.left.keys()
-    assert len(compared) >= len(forward.left) - 3, "each text may end behind the last plain step"
-    assert max(length for _, length in compared) > 64 + 2 * 64 + 63 + 64
-    for place in compared:
+    assert max(length for _, length in forward.left) > 64 + 2 * 64 + 63 + 64
+    for place in forward.left:
         assert torch.equal(forward.left[place], plain.left[place]), place
     listed = {int(lists.max()) for (request, _), lists in forward.left.items() if request == 0}
     assert len(listed) > 1, "not always the same block"
@@ -162,6 +162,7 @@ def test_drafts_that_are_right_by_chance_leave_nothing_behind(turbo_folder: Path
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1800)
 def test_ten_thousand_rounds(turbo_folder: Path, make_prompt: Any) -> None:
     rounds, codecs = 0, itertools.cycle(CODECS)
     for seed in itertools.count(2):
