@@ -81,7 +81,8 @@ LINK_US = 90.0  # one message of LINK_BYTES, one way
 LINK_BYTES = 48 * 1024  # a layer's message of the 8B shape
 VERIFIER_US = 21.0  # the verifier's layer takes this much longer than that of a group alone
 SPECULATOR_US = 15.0  # the speculator's layer takes this much longer than its post- and pre-attention
-# TCP between two H200s of one machine, docs/experiments.md: a message of 0.1 KB takes 60 us, one of 48 KB 77 us.
+# TCP between two H200s of one machine, docs/experiments.md: messages of 0.1 to 48 KB take 60 to 77 us. If all of the
+# difference is their size, it is this rate; larger messages were not measured.
 LINK_GB_PER_S = 2.9
 
 
