@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from typing import TypeVar
 
 __all__ = [
     "LinkCosts",
     "StepCosts",
+    "at_rate",
     "hit_layer_us",
     "linked_lead",
     "linked_step_us",
@@ -71,11 +73,20 @@ class LinkCosts:
         _check(self)
 
 
+_CostsT = TypeVar("_CostsT", StepCosts, LinkCosts)
+
+
 def _check(costs: StepCosts | LinkCosts) -> None:
     for field in fields(costs):
         value = getattr(costs, field.name)
         if not (math.isfinite(value) and value >= 0):
             raise ValueError(f"{field.name}: expected a finite number >= 0, found {value}")
+
+
+def at_rate(costs: _CostsT, slower: float) -> _CostsT:
+    """Parts on devices that take `slower` times as long for each; messages take as long as before."""
+    own = [field.name for field in fields(costs) if field.name not in ("num_layers", "link_us")]
+    return replace(costs, **{name: slower * getattr(costs, name) for name in own})
 
 
 def hit_layer_us(costs: StepCosts) -> float:

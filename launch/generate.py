@@ -8,7 +8,6 @@ if __name__ == "__main__":  # before the imports that take seconds
     exit_on_interrupt()
 
 import json
-import math
 import sys
 from dataclasses import asdict
 from typing import Any
@@ -20,14 +19,13 @@ from alspec.errors import UserError
 from alspec.launch.terminal.display import Printer, StatusLine, print_panel, shows_color, use_utf8
 from alspec.launch.terminal.flags import Parser, cuts_without_effect, notify, parse_command, speculation_without_effect
 from alspec.launch.terminal.output import Finished, exit_code, is_dash, write_text
-from alspec.launch.terminal.plan import print_plan
+from alspec.launch.terminal.plan import PlanSettings, add_plan_flags, plan_settings, print_plan
 from alspec.launch.terminal.prompts import GivenPrompts, read_prompts
 from alspec.models.checkpoint.source import notice_of_random_weights
 from alspec.runtime.distributed.placement import Placement
 from alspec.runtime.engine.engine import Engine
 from alspec.runtime.engine.generation import Generation, rows_of
 from alspec.runtime.faults.guard import guarded
-from alspec.runtime.profiling.predicted_costs import LINK_US
 from alspec.runtime.profiling.provenance import versions
 from alspec.runtime.profiling.stats import mean_lengths, step_bytes, stream_bandwidth, summarize
 from alspec.runtime.profiling.timeline import trace_json
@@ -40,19 +38,12 @@ OUT_OF_MEMORY = "Use more ranks, fewer or shorter prompts, or a lower --max-cont
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     parser = Parser(prog="generate", description="Generate text with a Llama model.")
-    parser.add_argument("--plan", action="store_true", help="print memory and predicted latency; needs no GPU")
-    parser.add_argument(
-        "--link-us", type=float, metavar="US",
-        help=f"of --plan: microseconds of a message between two hosts, as doctor reports (default: {LINK_US:.0f}, TCP)",
-    )  # fmt: skip
+    add_plan_flags(parser)
     with exit_code(argv) as outcome:
         config, args = parse_command(parser, GenerateConfig, argv, outcome)
-        if args.link_us is not None and not (args.plan and 0 <= args.link_us < math.inf):
-            raise UserError(
-                f"flags: --link-us: expected a number of microseconds, 0 or more, beside --plan, found {args.link_us:g}"
-            )
+        settings = plan_settings(args)
         if args.plan:
-            _plan(config, LINK_US if args.link_us is None else args.link_us)
+            _plan(config, settings)
             raise Finished
         use_utf8()
         engine = Engine(config, trace=config.trace is not None)
@@ -77,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
     return outcome.code
 
 
-def _plan(config: GenerateConfig, link_us: float) -> None:
+def _plan(config: GenerateConfig, settings: PlanSettings) -> None:
     for flag, path in (("--json", config.json_file), ("--trace", config.trace)):
         if path is not None:
             raise UserError(f"flags: {flag}: --plan generates nothing to write there; leave one of them out")
@@ -87,7 +78,7 @@ def _plan(config: GenerateConfig, link_us: float) -> None:
         given |= {"speculation"}
     if Placement.from_environment().rank != 0:  # once, not by every rank of torchrun
         return
-    print_plan(config, link_us)
+    print_plan(config, settings)
     notice = None if config.random_weights is None else notice_of_random_weights(config.random_weights)
     notify([notice] if notice else [])
     if given:

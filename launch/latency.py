@@ -363,6 +363,8 @@ def _row(
             "softmax": config.softmax,
             "hit_rate": None if profile.hit_rate is None else round(profile.hit_rate, 4),
             "forced": rate != "real",
+            # A pair over a link that pauses in all steps has no verdict, and so no hit rate.
+            **({"forced_rate": rate} if engine.placement.is_linked and isinstance(rate, float) else {}),
             **({"layer_rates": rate.name} if isinstance(rate, Path) else {}),
             **_speculation_of(config, engine.mode),
             **_sampling_of(config.sampling),

@@ -35,6 +35,20 @@ def test_tables_are_those_of_the_rows(project: Path) -> None:
         assert (project / name).read_text() == (ROOT / name).read_text(), f"run docs/results/tables.py: {name} is old"
 
 
+def test_a_pair_that_always_paused_has_a_line_for_each_forced_rate(project: Path) -> None:
+    """Rows without verdicts have no hit rate; the rate that was asked for keeps them apart."""
+    path = project / "docs" / "results" / "linked_hosts.jsonl"
+    found = list(map(json.loads, path.read_text().splitlines()))
+    paused = [row for row in found if row["case"]["forced"] and row["case"]["hit_rate"] is None]
+    assert len(paused) == 3
+    rows = [row | {"case": row["case"] | {"forced_rate": rate}} for rate in (0.94, 1.0) for row in paused]
+    others = [row for row in found if row not in paused]
+    lines = make_tables(project, linked_hosts=[json.dumps(row) for row in (*others, *rows)])
+    for rate in (94, 100):
+        start = f"| 2 + 2, no layer speculates ({rate}% forced to accept), with pauses |"
+        assert sum(line.startswith(start) for line in lines) == 1
+
+
 def test_tables_of_decode_steps(project: Path) -> None:
     """A line for each configuration, a column for each context; performance.md has captured steps of the 8B shape."""
     (

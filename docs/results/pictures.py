@@ -56,11 +56,11 @@ def link_map(picture: Path, rows: list[Row]) -> None:
     config, dtype = LlamaConfig.from_shape("llama-3.1-8b"), torch.bfloat16
     contexts = [round(2 ** (power / 2)) for power in range(26, 35)]  # the last is the model's longest
     rates = [hits / config.num_layers for hits in range(config.num_layers // 2, config.num_layers + 1)]
-    gains = []
+    gains, costs = [], [link_costs(config, 1, dtype, context, recalled=32) for context in contexts]
     for rate in rates:
         accepted = [bool(hit) for hit in forced_verdicts(config.num_layers, rate)]
         alone_us = [tp_step_us(step_costs(config, 1, 1, dtype, context)) for context in contexts]
-        pair_us = [linked_step_us(link_costs(config, 1, dtype, context), accepted) for context in contexts]
+        pair_us = [linked_step_us(parts, accepted) for parts in costs]
         gains.append([alone / pair for alone, pair in zip(alone_us, pair_us, strict=True)])
     figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
     shares = [100 * rate for rate in rates]

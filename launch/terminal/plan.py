@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
 
 import torch
 from rich.console import Console
@@ -28,10 +32,18 @@ from alspec.runtime.engine.drafting import (
 )
 from alspec.runtime.engine.kept_weights import with_weights
 from alspec.runtime.engine.memory import DTYPES, GIB, check_max_context, plan_memory
-from alspec.runtime.profiling.forced_verdicts import forced_verdicts
-from alspec.runtime.profiling.predicted_costs import LINK_US, STREAM_BYTES_PER_S, link_costs, step_costs
+from alspec.runtime.profiling.forced_verdicts import ForcedVerdicts, read_layer_rates
+from alspec.runtime.profiling.predicted_costs import (
+    LINK_BYTES,
+    LINK_GB_PER_S,
+    LINK_US,
+    STREAM_BYTES_PER_S,
+    link_costs,
+    message_us,
+    step_costs,
+)
 
-__all__ = ["print_plan"]
+__all__ = ["PlanSettings", "add_plan_flags", "plan_settings", "print_plan"]
 
 PREDICTED_HIT_RATE = 0.65  # lowest of the published range, 65 to 80 %
 LINKED_HIT_RATES = (0.8, 0.95, 1.0)  # of SmolLM2 with 16 and with more recalled blocks, and the most
@@ -46,23 +58,98 @@ class Mode:
 
     name: str
     num_groups: int
-    hit_rate: float = 0.0
+    hit_rate: float | Sequence[float] = 0.0  # one of all layers, evenly spread, or one of each
     two_hosts: bool = False  # with one rank each, over a link
 
 
-MODES = (
-    Mode("off", 1),
-    Mode("paired", 2, PREDICTED_HIT_RATE),
-    Mode("two hosts, off", 1, two_hosts=True),
-    *(Mode(f"two hosts, paired, {rate:.0%} hits", 2, rate, two_hosts=True) for rate in LINKED_HIT_RATES),
-)
+@dataclass(frozen=True)
+class PlanSettings:
+    """What `--plan` takes to be so, beside the configuration."""
+
+    link_us: float = LINK_US  # a message of LINK_BYTES between two hosts
+    link_gb_per_s: float = LINK_GB_PER_S  # of large messages
+    all_reduce_us: float = LINK_US  # over two hosts
+    hit_rate: float | Sequence[float] | None = None  # as of `Mode`; None: those of `modes`
+
+    @property
+    def mean_hit_rate(self) -> float:
+        """Of a pair on one host, which loses nothing beside a layer that rejects."""
+        if self.hit_rate is None:
+            return PREDICTED_HIT_RATE
+        return self.hit_rate if isinstance(self.hit_rate, float) else fmean(self.hit_rate)
+
+    def modes(self) -> tuple[Mode, ...]:
+        """The lines of the table, for each number of ranks that can run them."""
+        named: list[tuple[str, float | Sequence[float]]] = [(f"{rate:.0%} hits", rate) for rate in LINKED_HIT_RATES]
+        if self.hit_rate is not None:
+            by_layer = "" if isinstance(self.hit_rate, float) else " by layer"
+            named = [(f"{100 * self.mean_hit_rate:.3g}% hits{by_layer}", self.hit_rate)]
+        return (
+            Mode("off", 1),
+            Mode("paired", 2, self.mean_hit_rate),
+            Mode("two hosts, off", 1, two_hosts=True),
+            *(Mode(f"two hosts, paired, {name}", 2, rate, two_hosts=True) for name, rate in named),
+        )
 
 
-def print_plan(config: GenerateConfig, link_us: float = LINK_US) -> None:
+def add_plan_flags(parser: argparse.ArgumentParser) -> None:
+    """Add `--plan`, and what only it takes."""
+    group = parser.add_argument_group("prediction")
+    group.add_argument("--plan", action="store_true", help="print memory and predicted latency; needs no GPU")
+    size = f"{LINK_BYTES // 1024} KB"
+    for flag, metavar, text in (
+        ("--link-us", "US", f"microseconds of a message of {size} between two hosts (default: {LINK_US:.0f}, TCP)"),
+        ("--link-gbs", "GB/S", f"rate of large messages between them (default: {LINK_GB_PER_S:g}, TCP)"),
+        ("--all-reduce-us", "US", "microseconds of an all-reduce over two hosts (default: that of --link-us)"),
+    ):
+        group.add_argument(flag, type=float, metavar=metavar, help=f"of --plan: {text}; the doctor measures it")
+    group.add_argument(
+        "--hit-rate", metavar="RATE|FILE",
+        help=f"of --plan: share of the layers that accept, or a file with one of evaluate's rows (default: "
+        f"{PREDICTED_HIT_RATE:g} on one host; {', '.join(f'{rate:g}' for rate in LINKED_HIT_RATES)} on two)",
+    )  # fmt: skip
+
+
+def plan_settings(args: argparse.Namespace) -> PlanSettings:
+    """The values of `add_plan_flags`.
+
+    Raises:
+        UserError: names the flag; also one of them without --plan.
+    """
+    for name, what, least, most in (
+        ("link_us", "microseconds", 0.0, 1e9),
+        ("link_gbs", "GB/s", 1e-3, 1e6),
+        ("all_reduce_us", "microseconds", 0.0, 1e9),
+    ):
+        value, flag = getattr(args, name), f"--{name.replace('_', '-')}"
+        if value is not None and not (args.plan and least <= value <= most):
+            raise UserError(
+                f"flags: {flag}: expected a number of {what} from {least:g} to {most:g}, beside --plan, found {value:g}"
+            )
+    if args.hit_rate is not None and not args.plan:
+        raise UserError(f"flags: --hit-rate: expected beside --plan, found {args.hit_rate!r} without it")
+    link_us = LINK_US if args.link_us is None else args.link_us
+    return PlanSettings(
+        link_us,
+        LINK_GB_PER_S if args.link_gbs is None else args.link_gbs,
+        link_us if args.all_reduce_us is None else args.all_reduce_us,
+        None if args.hit_rate is None else _read_hit_rate(args.hit_rate),
+    )
+
+
+def _read_hit_rate(text: str) -> float | list[float]:
+    """A share of layers, or that of each layer from the file with this name."""
+    try:
+        rate = float(text)
+    except ValueError:
+        return read_layer_rates(Path(text), "--hit-rate", "a number from 0 to 1")
+    if not 0 <= rate <= 1:
+        raise UserError(f"flags: --hit-rate: expected a number from 0 to 1, or a file of evaluate's rows, found {text}")
+    return rate
+
+
+def print_plan(config: GenerateConfig, settings: PlanSettings) -> None:
     """Print a table over world sizes and modes on stdout.
-
-    Args:
-        link_us: time of a message between two hosts, and of an all-reduce.
 
     Raises:
         UserError: unknown shape, broken folder, more tokens than the model has positions, a softmax that the codec
@@ -87,8 +174,8 @@ def print_plan(config: GenerateConfig, link_us: float = LINK_US) -> None:
         drafter += f" in {small.quantised_as}"
     table = Table(
         title=f"{context} tokens, {weights}, cache {cache_name(config)}; captured step over peer "
-        f"memory on H200s, {STREAM_BYTES_PER_S / 1e12:.1f} TB/s, paired at a hit rate of {PREDICTED_HIT_RATE:.2f}; "
-        f"two hosts: {link_us:g} us a message, against one of them alone; a pair that does not pay pauses",
+        f"memory on H200s, {STREAM_BYTES_PER_S / 1e12:.1f} TB/s, paired at a hit rate of {settings.mean_hit_rate:.2f}; "
+        f"two hosts: {_link_text(settings, model)}, against one of them alone; a pair that does not pay pauses",
         caption=_what_speculation_changes(config.speculation.threshold, model.num_layers)
         if config.draft == "off"
         else f"memory with --draft {drafter}, latency of plain steps",
@@ -99,7 +186,7 @@ def print_plan(config: GenerateConfig, link_us: float = LINK_US) -> None:
     fitting = set()  # numbers of ranks on which that group fits
     worlds = {groups * tp_size for tp_size in model.valid_tp_sizes for groups in (1, 2)}
     for world_size in sorted(world for world in worlds if world <= MAX_RANKS):
-        for mode in MODES:
+        for mode in settings.modes():
             tp_size = world_size // mode.num_groups
             if world_size % mode.num_groups or tp_size not in model.valid_tp_sizes:
                 continue
@@ -124,7 +211,7 @@ def print_plan(config: GenerateConfig, link_us: float = LINK_US) -> None:
                 continue  # a rank's inputs, or those of a copy that drafts, do not divide into groups
             sizes = (plan.weights_bytes, plan.cache_bytes, plan.buffer_bytes)
             fits = sum(sizes) < H200_GIB * GIB
-            step_us = _step_us(mode, kept, world_size, dtype, context, config, alone_us.get(1), link_us)
+            step_us = _step_us(mode, kept, world_size, dtype, context, config, alone_us.get(1), settings)
             if mode.name == "off":
                 alone_us[world_size] = step_us
                 if fits:
@@ -147,24 +234,37 @@ def _step_us(
     context: int,
     config: GenerateConfig,
     alone_us: float | None,
-    link_us: float,
+    settings: PlanSettings,
 ) -> float:
     """Predicted time of a step.
 
     Args:
         model: with the weights of one rank's group.  alone_us: of one rank, for two hosts.
-        link_us: as for `print_plan`.
     """
     sizes = dtype, context, config.kv_cache, config.kv_protect
-    costs = step_costs(model, world_size, mode.num_groups, *sizes)
+    recalled, tp_size = config.speculation.recalled, world_size // mode.num_groups
+    costs = step_costs(model, world_size, mode.num_groups, *sizes, recalled)
     if not mode.two_hosts:
-        return tp_step_us(costs) if mode.num_groups == 1 else speculative_step_us(costs, mode.hit_rate)
+        return tp_step_us(costs) if mode.num_groups == 1 else speculative_step_us(costs, settings.mean_hit_rate)
     if mode.num_groups == 1:
-        return linked_tp_step_us(costs, link_us)
+        return linked_tp_step_us(costs, settings.all_reduce_us)
     assert alone_us is not None
-    accepted = list(map(bool, forced_verdicts(model.num_layers, mode.hit_rate)))
-    always_us = linked_step_us(link_costs(model, world_size // mode.num_groups, *sizes, link_us), accepted)
+    linked = link_costs(model, tp_size, *sizes, _message_us(settings, model, tp_size), recalled)
+    of_steps = ForcedVerdicts.of(model.num_layers, mode.hit_rate, torch.device("cpu")).of_steps.bool().tolist()
+    always_us = median(linked_step_us(linked, accepted) for accepted in of_steps)
     return min(always_us, alone_us)  # a pair that does not pay pauses
+
+
+def _message_us(settings: PlanSettings, model: LlamaConfig, tp_size: int = 1) -> float:
+    return message_us(model, tp_size, settings.link_us, settings.link_gb_per_s)
+
+
+def _link_text(settings: PlanSettings, model: LlamaConfig) -> str:
+    """The times over the link, which are one number by default for the 8B shape."""
+    of_message, of_reduce = _message_us(settings, model), settings.all_reduce_us
+    if of_message == of_reduce:
+        return f"{of_message:g} us a message or all-reduce"
+    return f"{of_message:.4g} us a message, {of_reduce:g} us an all-reduce"
 
 
 def _what_speculation_changes(threshold: float, num_layers: int) -> str | None:

@@ -32,6 +32,7 @@ from alspec.runtime.distributed.placement import PeerMemory, gpus_without_access
 from alspec.runtime.distributed.transport import Transport
 from alspec.runtime.doctor.checkup import CHECKS, Scope, check, skip
 from alspec.runtime.engine.memory import GIB
+from alspec.runtime.profiling.predicted_costs import LINK_BYTES
 from alspec.runtime.profiling.provenance import versions as installed_versions
 from alspec.runtime.profiling.stats import stream_bandwidth
 
@@ -49,7 +50,7 @@ NVLINK_GB_PER_S = 100
 REDUCE_WORDS = 2048  # 8 KB, the size of an all-reduce in decode
 REDUCES = 16
 ROUNDS = 64
-MESSAGE_BYTES = (48 * 1024, 16 * 1024 * 1024)  # the first is a layer's message of the 8B shape
+MESSAGE_BYTES = (LINK_BYTES, 16 * 1024 * 1024)
 WORD = 0x5EED
 KERNEL_DEADLINE_NS = 2_000_000_000
 

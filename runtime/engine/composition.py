@@ -21,7 +21,7 @@ from alspec.kernels.linear.decode_weight import DecodeWeight
 from alspec.kernels.linear.gemm_products import GemmProducts
 from alspec.kernels.linear.products import FusedProducts, Products
 from alspec.kernels.speculation.linked_pair import LinkedPair
-from alspec.latency_model import LinkCosts, linked_tp_step_us, tp_step_us
+from alspec.latency_model import LinkCosts, at_rate, linked_tp_step_us, tp_step_us
 from alspec.models.llama import Llama
 from alspec.models.llama_config import LlamaConfig
 from alspec.models.matrix_formats import largest_product
@@ -47,7 +47,8 @@ from alspec.runtime.distributed.placement import (
 )
 from alspec.runtime.distributed.transport import Transport
 from alspec.runtime.engine.memory import DTYPES
-from alspec.runtime.profiling.predicted_costs import link_costs, step_costs
+from alspec.runtime.profiling.predicted_costs import STREAM_BYTES_PER_S, link_costs, message_values, step_costs
+from alspec.runtime.profiling.stats import device_bandwidth
 
 __all__ = [
     "Choices",
@@ -263,16 +264,23 @@ def choose_pair_policy(
     placement, tp_size = choices.placement, choices.placement.tp_size
     if not placement.is_linked or not choices.uses_graph:
         return None
-    _, kv_heads = model.local_heads(tp_size)
-    size = batch_size * (model.hidden_size + 2 * kv_heads * model.head_dim)
-    link_us = transport.message_us(torch.zeros(size, dtype=torch.int64, device=choices.device))
+    size, slower = message_values(model, tp_size, batch_size), _slower_than_h200(choices, transport)
+    link_us = transport.message_us(torch.zeros(size, dtype=torch.int64, device=transport.device))
 
     def costs(num_tokens: int) -> tuple[float, LinkCosts]:
         sizes = choices.dtype, num_tokens, config.kv_cache, config.kv_protect
-        alone_us = tp_step_us(step_costs(model, tp_size, 1, *sizes))
-        return alone_us, link_costs(model, tp_size, *sizes, link_us)
+        alone_us = tp_step_us(at_rate(step_costs(model, tp_size, 1, *sizes), slower))
+        return alone_us, at_rate(link_costs(model, tp_size, *sizes, link_us, config.speculation.recalled), slower)
 
     return PairPolicy(costs, model.num_layers)
+
+
+def _slower_than_h200(choices: Choices, transport: Transport) -> float:
+    """How many times as long as on an H200 kernels take, by the copy rate of the slowest rank; every rank calls it."""
+    if choices.device.type != "cuda":
+        return 1.0
+    own = torch.tensor([device_bandwidth(choices.device)], dtype=torch.float64, device=transport.device)
+    return STREAM_BYTES_PER_S / float(transport.all_gather_world(own).min())
 
 
 def network_notices(
@@ -280,8 +288,7 @@ def network_notices(
 ) -> list[str]:
     """Say so if `auto` took tensor parallelism over several hosts and one alone is predicted to be faster.
 
-    Every rank calls it.
-    The time of an all-reduce is measured, that of kernels is an H200's.
+    Every rank calls it. The time of an all-reduce is measured, that of kernels is an H200's at this GPU's copy rate.
     """
     placement = choices.placement
     tp_size, of_host = placement.tp_size, placement.local_world_size
@@ -291,14 +298,14 @@ def network_notices(
     link_us = transport.all_reduce_us(model.hidden_size)
     if of_host not in model.valid_tp_sizes:
         return []
-    sizes = choices.dtype, context, config.kv_cache, config.kv_protect
-    split_us = linked_tp_step_us(step_costs(model, tp_size, 1, *sizes), link_us)
-    alone_us = tp_step_us(step_costs(model, of_host, 1, *sizes))
+    sizes, slower = (choices.dtype, context, config.kv_cache, config.kv_protect), _slower_than_h200(choices, transport)
+    split_us = linked_tp_step_us(at_rate(step_costs(model, tp_size, 1, *sizes), slower), link_us)
+    alone_us = tp_step_us(at_rate(step_costs(model, of_host, 1, *sizes), slower))
     if alone_us >= split_us:
         return []
     return [
         f"speculation: off, and an all-reduce between the hosts takes {link_us:.0f} us: predicted for {context} tokens "
-        f"on H200s are {split_us / 1e3:.1f} ms a token, and {alone_us / 1e3:.1f} ms on one host alone or, at most, as "
+        f"are {split_us / 1e3:.1f} ms a token, and {alone_us / 1e3:.1f} ms on one host alone or, at most, as "
         "a pair (--speculation paired; docs/two_hosts.md)"
     ]
 

@@ -63,18 +63,20 @@ class ForcedVerdicts:
             self.now.copy_(self.of_steps[step % len(self.of_steps)])
 
 
-def read_layer_rates(path: Path) -> list[float]:
+def read_layer_rates(path: Path, flag: str = "--hit-rates", others: str = "real, numbers from 0 to 1,") -> list[float]:
     """Read the hit rate of each layer from a file of rows, as `launch/evaluate.py --rows` writes them.
 
+    Args:
+        flag: that named it.  others: what the flag takes beside a file, for errors.
     Raises:
         UserError: not readable, or not exactly one row with hits.
     """
-    name = f"flags: --hit-rates: {path}"
+    name = f"flags: {flag}: {path}"
     try:
         rows = [parse_json(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise UserError(f"{name}: {reason}; give real, numbers from 0 to 1, or a file of evaluate's rows") from None
+        raise UserError(f"{name}: {reason}; give {others} or a file of evaluate's rows") from None
     found = [rates for row in rows if isinstance(row, dict) and (rates := row.get("hit_rate_per_layer"))]
     found = [rates for rates in found if isinstance(rates, list) and any(rates)]
     if len(found) != 1:

@@ -17,7 +17,19 @@ from alspec.runtime.cache.codecs import read_bytes
 from alspec.runtime.profiling.stats import step_bytes
 from alspec.sas import Softmax
 
-__all__ = ["DRAFT_LAYER_US", "LINK_US", "STREAM_BYTES_PER_S", "link_costs", "rows_us", "step_costs", "step_us"]
+__all__ = [
+    "DRAFT_LAYER_US",
+    "LINK_BYTES",
+    "LINK_GB_PER_S",
+    "LINK_US",
+    "STREAM_BYTES_PER_S",
+    "link_costs",
+    "message_us",
+    "message_values",
+    "rows_us",
+    "step_costs",
+    "step_us",
+]
 
 # Measured constants of captured steps: one request on H200s over peer memory (NVLink). Other transports and eager steps
 # take longer. Each constant names its source: rows in docs/results, by bench. tests/launch/test_plan.py compares every
@@ -59,10 +71,19 @@ VERDICT_US = 2.2  # decode_parts: sender 123.0 minus attention 120.9
 # decode_parts, receiver, over turbo4, where it varies least. If the whole attention is shorter, A~ comes no later than
 # its end.
 PREDICTOR_US = 9.7
-# The next three constants were fitted to all rows of linked_pair, because parts of a pair over TCP were not measured.
-LINK_US = 90.0  # one message, one way
-VERIFIER_US = 22.0  # the verifier's layer takes this much longer than that of a group alone
-SPECULATOR_US = 17.0  # the speculator's layer takes this much longer than its post- and pre-attention
+# What recall adds; fitted to recall_attention: the weights of blocks, as a share of the time to read a bf16 cache (a
+# quantised one hides them); attention and A~ for each recalled block. The choice of lists, 23 us a step at most, is
+# left out.
+MASSES_SHARE = 0.033
+RECALLED_US, RECALLED_SPEC_US = 0.045, 0.23
+# The next constants were fitted to all rows of linked_pair, because parts of a pair over TCP were not measured.
+LINK_US = 90.0  # one message of LINK_BYTES, one way
+LINK_BYTES = 48 * 1024  # a layer's message of the 8B shape
+VERIFIER_US = 21.0  # the verifier's layer takes this much longer than that of a group alone
+SPECULATOR_US = 15.0  # the speculator's layer takes this much longer than its post- and pre-attention
+# TCP between two H200s of one machine, docs/experiments.md: messages of 0.1 to 48 KB take 60 to 77 us. If all of the
+# difference is their size, it is this rate; larger messages were not measured.
+LINK_GB_PER_S = 2.9
 
 
 def step_costs(
@@ -73,10 +94,11 @@ def step_costs(
     context: int,
     kv_cache: str = "bf16",
     kv_protect: int = 0,
+    recalled: int = 0,
 ) -> StepCosts:
     """Predict the parts of one decode step on groups of `world_size / num_groups` ranks.
 
-    Each part is the time of its bytes plus measured constants.
+    Each part is the time of its bytes plus measured constants. recalled: blocks that A~ reads beside sink and window.
     """
     tp_size = world_size // num_groups
     shard = Shard(0, tp_size, 0, world_size)
@@ -94,14 +116,21 @@ def step_costs(
         layer_us += 2 * tp_size * ALL_REDUCE_US
     if num_groups > 1:
         fixed_us, layer_us = fixed_us + PAIR_FIXED_US, layer_us + HANDOVER_US
+    sender_us = attention_us + _recall_us(attention_us - ATTENTION_US, kv_cache, recalled)
     return StepCosts(
         num_layers=config.num_layers,
         fixed_us=fixed_us,
         layer_us=max(layer_us, LEAST_LAYER_US),
         attention_us=attention_us,
-        sender_us=attention_us + VERDICT_US,
-        receiver_us=min(PREDICTOR_US, attention_us),
+        sender_us=sender_us + VERDICT_US,
+        receiver_us=min(PREDICTOR_US + RECALLED_SPEC_US * recalled, sender_us),
     )
+
+
+def _recall_us(read_us: float, kv_cache: str, recalled: int) -> float:
+    """How much longer the attention of a layer takes that also computes A~ with recalled blocks."""
+    masses_us = MASSES_SHARE * read_us if recalled and kv_cache == "bf16" else 0.0
+    return masses_us + RECALLED_US * recalled
 
 
 @functools.lru_cache(maxsize=256)
@@ -171,6 +200,18 @@ def rows_us(
     return weights_share * weights_us + config.num_layers * layer_us + attention_us
 
 
+def message_values(config: LlamaConfig, tp_size: int, batch_size: int = 1) -> int:
+    """How many packets of 8 bytes a layer's message of a pair over a link holds: x, k and v of each request."""
+    _, kv_heads = config.local_heads(tp_size)
+    return batch_size * (config.hidden_size + 2 * kv_heads * config.head_dim)
+
+
+def message_us(config: LlamaConfig, tp_size: int, link_us: float, gb_per_s: float) -> float:
+    """Time of a layer's message, from that of a message of LINK_BYTES and the rate of large ones."""
+    more_bytes = 8 * message_values(config, tp_size) - LINK_BYTES
+    return max(link_us + more_bytes / gb_per_s / 1e3, 0.0)
+
+
 def link_costs(
     config: LlamaConfig,
     tp_size: int,
@@ -179,15 +220,17 @@ def link_costs(
     kv_cache: str = "bf16",
     kv_protect: int = 0,
     link_us: float = LINK_US,
+    recalled: int = 0,
 ) -> LinkCosts:
     """Predict the parts of one decode step of two groups of `tp_size` ranks, whose messages take `link_us` each way."""
     alone = step_costs(config, tp_size, 1, dtype, context, kv_cache, kv_protect)
     sizes = {name: matrix.rows * matrix.columns for name, matrix in matrices_of(config, tp_size).items()}
     pre_us = alone.layer_us * sizes["qkv"] / sum(sizes.values())
+    recall_us = _recall_us(alone.attention_us - ATTENTION_US, kv_cache, recalled)
     return LinkCosts(
         fixed_us=alone.fixed_us,
-        verifier_us=pre_us + alone.attention_us + VERIFIER_US,
+        verifier_us=pre_us + alone.attention_us + recall_us + VERIFIER_US,
         post_us=alone.layer_us - pre_us,
-        speculator_us=alone.layer_us + SPECULATOR_US,
+        speculator_us=alone.layer_us + RECALLED_US * recalled + SPECULATOR_US,
         link_us=link_us,
     )

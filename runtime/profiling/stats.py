@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from alspec.runtime.engine.generation import Generation
 from alspec.runtime.engine.memory import plan_memory
 
 __all__ = [
+    "device_bandwidth",
     "draft_summary",
     "mean_lengths",
     "percentile",
@@ -83,6 +85,15 @@ def mean_lengths(generation: Generation, goes_on: bool) -> list[float]:
         growing = steps if goes_on else min(len(request.token_ids), steps)
         lengths.append(len(request.prompt_ids) + growing * (2 * steps - growing + 1) / 2 / steps)
     return lengths
+
+
+@functools.cache
+def device_bandwidth(device: torch.device) -> float:
+    """`stream_bandwidth`, measured once in this process; its memory is given back."""
+    found = stream_bandwidth(device)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return found
 
 
 def stream_bandwidth(device: torch.device) -> float:

@@ -155,6 +155,19 @@ def test_a_row_of_a_linked_pair_says_how_often_it_paused() -> None:
     assert "alone_share" not in other
 
 
+def test_a_row_of_a_pair_that_always_paused_says_what_was_forced() -> None:
+    """It has no verdicts, so no hit rate; the rate that was asked for is there all the same."""
+    profile = Profile(1024, 1, [[100.0], [90.0]], None, 10**6, alone_share=1.0)
+    linked = engine_of("paired", "gloo", is_linked=True)
+    row, by_layer, real = (
+        latency._row(config_of(), linked, profile, rate, 5e10, "command") for rate in (0.94, Path("h.jsonl"), "real")
+    )
+    assert (row["alone_share"], row["case"]["hit_rate"], row["case"]["forced"]) == (1.0, None, True)
+    assert row["case"]["forced_rate"] == 0.94
+    assert by_layer["case"]["layer_rates"] == "h.jsonl"
+    assert not {"forced_rate"} & {*by_layer["case"], *real["case"]}
+
+
 def test_a_row_of_a_pair_has_no_share_of_a_limit() -> None:
     """Its steps do not read all bytes. Steps of `off` do: here 10^6 in 100 us, a fifth of a copy's rate."""
     profile = Profile(1024, 1, [[100.0], [90.0]], None, 10**6)

@@ -23,7 +23,7 @@ from alspec.runtime.cache.codecs import cache_bytes
 from alspec.runtime.engine.kept_weights import with_weights
 from alspec.runtime.engine.memory import GIB, plan_memory
 from alspec.runtime.profiling.forced_verdicts import drawn_verdicts, forced_verdicts, read_layer_rates
-from alspec.runtime.profiling.predicted_costs import LINK_US, link_costs, step_costs
+from alspec.runtime.profiling.predicted_costs import LINK_US, link_costs, message_us, step_costs
 from alspec.runtime.profiling.predicted_costs import step_us as predicted_step_us
 
 PART_NAMES = ("fixed", "layer", "attention", "sender", "receiver")
@@ -41,6 +41,7 @@ STEPS = [
     and row["case"]["shape"] not in ("half", "slice4", "smollm2")  # folders and files: rows have their names only
 ]
 WEIGHTS = [json.loads(line) for line in (ROOT / "docs" / "results" / "weights.jsonl").read_text().splitlines()]
+RECALL = [json.loads(line) for line in (ROOT / "docs" / "results" / "recall_attention.jsonl").read_text().splitlines()]
 LINKED = [json.loads(line) for line in (ROOT / "docs" / "results" / "linked_pair.jsonl").read_text().splitlines()]
 # The commits of the runs that constants come from, and a layer of another shape.
 PARTS = [
@@ -82,7 +83,9 @@ def test_predicted_step_is_near_the_measured_one(row: dict[str, Any]) -> None:
 @pytest.mark.parametrize("row", [row for row in LINKED if "--pair-always" in row["command"]], ids=name_of)
 def test_predicted_step_over_a_link_is_near_the_measured_one(row: dict[str, Any]) -> None:
     config = LlamaConfig.from_shape(row["case"]["shape"])
-    costs = link_costs(config, row["case"]["world"] // 2, torch.bfloat16, row["case"]["context"])
+    costs = link_costs(
+        config, row["case"]["world"] // 2, torch.bfloat16, row["case"]["context"], recalled=row["case"]["recall_blocks"]
+    )
     steps = [forced_verdicts(config.num_layers, row["case"]["hit_rate"])]
     if "layer_rates" in row["case"]:
         rates = read_layer_rates(ROOT / "docs" / "results" / row["case"]["layer_rates"])
@@ -196,7 +199,7 @@ def test_a_plan_has_the_bytes_and_milliseconds_of_a_rank(capsys: pytest.CaptureF
     for world, mode, num_groups in ((1, "off", 1), (2, "off", 1), (2, "paired", 2)):
         shard = Shard(0, world // num_groups, 0, world)
         plan = plan_memory(config, shard, torch.float32, 1, 4096, device_type="cuda")
-        costs = step_costs(config, world, num_groups, torch.float32, 4096)
+        costs = step_costs(config, world, num_groups, torch.float32, 4096, recalled=16)
         us = tp_step_us(costs) if mode == "off" else speculative_step_us(costs, PREDICTED_HIT_RATE)
         sizes = (plan.weights_bytes, plan.cache_bytes, plan.buffer_bytes)
         assert found[str(world), mode] == [*(f"{size / GIB:.2f}" for size in sizes), f"{us / 1e3:.2f}"]
@@ -228,9 +231,114 @@ def test_a_plan_takes_the_time_of_a_message(capsys: pytest.CaptureFixture[str]) 
     assert all(near > far for near, far in zip(gains[0], gains[1], strict=True))
     assert gains[0][1] > 1.1
     assert gains[1][1:] == [1.0, 1.0, 1.0]
-    for wrong in (["--link-us", "9"], ["--plan", "--link-us", "-1"], ["--plan", "--link-us", "nan"]):
-        assert generate.main(["--random-weights", "llama-3.1-8b", *wrong]) == 2
-        assert "--link-us: expected a number of microseconds" in capsys.readouterr().err
+
+
+def plan_cells(capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[str, dict[str, str]]:
+    """Title and caption in one line, and ms/token of two ranks by mode, at 128K tokens of the 8B shape."""
+    shape = () if "--random-weights" in flags else ("--random-weights", "llama-3.1-8b")
+    assert generate.main([*shape, "--max-context", "128k", "--plan", *flags]) == 0
+    out = capsys.readouterr().out
+    rows = [[cell.strip() for cell in line.split("│")] for line in out.splitlines()]
+    return " ".join(out.split()), {row[2]: row[-3] for row in rows if row[1:2] == ["2"]}
+
+
+def test_a_message_takes_longer_the_larger_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    """That of the 8B shape has 48 KB, that of the 70B shape 80 KB: 32 KB more at 1 GB/s take 33 us."""
+    plain = plan_cells(capsys)
+    assert "90 us a message or all-reduce" in plain[0]
+    assert plan_cells(capsys, "--link-gbs", "0.1") == plain
+    large = "--random-weights", "llama-3.1-70b", "--weights", "int4"
+    assert "122.8 us a message, 90 us an all-reduce" in plan_cells(capsys, *large, "--link-gbs", "1")[0]
+    assert "101.3 us a message, 90 us an all-reduce" in plan_cells(capsys, *large)[0]  # at 2.9 GB/s
+    config = LlamaConfig.from_shape("llama-3.2-1b")
+    assert message_us(config, 1, 1.0, 0.5) == 0.0  # smaller, by more than the time of 48 KB
+
+
+def test_an_all_reduce_over_hosts_has_a_time_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    (_, plain), (title, fast), (_, both) = (
+        plan_cells(capsys, *flags) for flags in ((), ("--all-reduce-us", "15"), ("--link-us", "15"))
+    )
+    assert "90 us a message, 15 us an all-reduce" in title
+    assert float(plain["two hosts, off"]) - float(fast["two hosts, off"]) == pytest.approx(64 * 0.075, abs=0.02)
+    assert fast | {"two hosts, off": plain["two hosts, off"]} == plain
+    assert both["two hosts, off"] == fast["two hosts, off"]  # by default that of a message
+
+
+def test_a_plan_takes_a_hit_rate_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of all layers, or of each layer as SmolLM2 has them: its rows say 1.03 and 1.22 times one GPU at 128K tokens."""
+    _, plain = plan_cells(capsys)
+    title, found = plan_cells(capsys, "--hit-rate", "0.95")
+    assert "paired at a hit rate of 0.95" in title
+    assert list(found) == ["off", "paired", "two hosts, off", "two hosts, paired, 95% hits"]
+    assert found["two hosts, paired, 95% hits"] == plain["two hosts, paired, 95% hits"]
+    assert float(found["paired"]) < float(plain["paired"])
+    one = next(row for row in LINKED if row["case"]["world"] == 1 and row["case"]["context"] == 131072)
+    for blocks, mean, gain in (("16", "80.4", 1.03), ("32", "96.5", 1.22)):
+        file = str(ROOT / "docs" / "results" / f"hits_recall{blocks}.jsonl")
+        title, found = plan_cells(capsys, "--hit-rate", file, "--recall-blocks", blocks)
+        assert f"paired at a hit rate of 0.{mean[0]}" in title
+        pair = found[f"two hosts, paired, {mean}% hits by layer"]
+        assert one["us"]["p50"] / 1e3 / float(pair) == pytest.approx(gain, rel=0.03)
+
+
+def test_recalled_blocks_count_in_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    """A~ comes later and attention takes longer; tensor parallelism has no A~."""
+    few, many, none = (
+        plan_cells(capsys, *flags)[1]
+        for flags in (("--recall-blocks", "16"), ("--recall-blocks", "64"), ("--predictor", "window"))
+    )
+    for name in ("paired", "two hosts, paired, 95% hits", "two hosts, paired, 100% hits"):
+        assert float(none[name]) < float(few[name]) < float(many[name])
+    assert few["off"] == many["off"] == none["off"]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [row for row in RECALL if row["bench"] in ("speculative_decode", "spec_ready") and row["case"]["context"] > 2**16],
+    ids=lambda row: f"{row['bench']}-{row['case'].get('codec')}-{row['case']['recall_blocks']}",
+)
+def test_predicted_attention_with_recalled_blocks_is_near_the_measured_one(row: dict[str, Any]) -> None:
+    """The kernel alone, relative to the row without recalled blocks."""
+    config, case = LlamaConfig.from_shape("llama-3.1-8b"), row["case"]
+    codec, field = case.get("codec") or "bf16", "receiver_us" if row["bench"] == "spec_ready" else "sender_us"
+    none, found = (
+        getattr(step_costs(config, 2, 2, torch.bfloat16, case["context"], codec, recalled=blocks), field)
+        for blocks in (0, case["recall_blocks"])
+    )
+    base = next(
+        each["us"]["p50"]
+        for each in RECALL
+        if each["bench"] == row["bench"] and each["case"] == case | {"recall_blocks": 0}
+    )
+    assert base + found - none == pytest.approx(row["us"]["p50"], rel=STEP_TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ("--link-us 9", "--link-us: expected a number of microseconds"),
+        ("--plan --link-us -1", "--link-us: expected a number of microseconds"),
+        ("--plan --link-us nan", "--link-us: expected a number of microseconds"),
+        ("--plan --link-us fast", "--link-us: invalid float value: 'fast'"),
+        ("--link-gbs 9", "--link-gbs: expected a number of GB/s from 0.001 to 1e+06, beside --plan, found 9"),
+        ("--plan --link-gbs 0", "--link-gbs: expected a number of GB/s"),
+        ("--all-reduce-us 9", "--all-reduce-us: expected a number of microseconds"),
+        ("--plan --all-reduce-us inf", "--all-reduce-us: expected a number of microseconds"),
+        ("--hit-rate 0.5", "--hit-rate: expected beside --plan, found '0.5'"),
+        ("--plan --hit-rate 1.5", "--hit-rate: expected a number from 0 to 1, or a file of evaluate's rows, found 1.5"),
+        ("--plan --hit-rate nan", "--hit-rate: expected a number from 0 to 1"),
+        (
+            "--plan --hit-rate none.jsonl",
+            "--hit-rate: none.jsonl: No such file or directory; give a number from 0 to 1",
+        ),
+        ("--plan --hit-rate README.md", "--hit-rate: README.md: "),
+    ],
+)
+def test_wrong_settings_of_a_plan_are_named(wrong: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert generate.main(["--random-weights", "llama-3.1-8b", *wrong.split()]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert message in err
 
 
 @pytest.mark.parametrize("flags", [["--weights", "int4"], ["--draft", "self", "--draft-weights", "int4"]])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 
@@ -10,10 +11,12 @@ import torch
 
 from alspec.config import EngineConfig
 from alspec.errors import UserError
+from alspec.latency_model import LinkCosts
 from alspec.models.demo import DEMO_CHECKPOINT
 from alspec.models.llama_config import LlamaConfig
 from alspec.runtime.engine import composition
 from alspec.runtime.engine.composition import Choices, find_peer_memory
+from alspec.runtime.profiling.predicted_costs import STREAM_BYTES_PER_S
 
 
 @pytest.fixture
@@ -46,20 +49,29 @@ def test_groups_on_a_host_each_try_peer_memory_and_are_linked_over_nccl() -> Non
 
 
 class Network:
-    """A transport whose slowest rank needs `link_us` for an all-reduce of a hidden state."""
+    """A transport whose slowest rank needs `link_us` for an all-reduce of a hidden state, or a message."""
 
-    def __init__(self, link_us: float) -> None:
-        self.link_us = link_us
+    device = torch.device("cpu")
+
+    def __init__(self, link_us: float, slowest: float = math.inf) -> None:
+        self.link_us, self.slowest = link_us, slowest
+
+    def message_us(self, message: torch.Tensor) -> float:
+        return self.link_us
+
+    def all_gather_world(self, own: torch.Tensor) -> torch.Tensor:
+        return torch.stack([own, torch.full_like(own, self.slowest)])
 
     def all_reduce_us(self, num_values: int) -> float:
         return self.link_us if num_values == 4096 else 0.0
 
 
-def notices(link_us: float, **options: object) -> list[str]:
+def notices(link_us: float, device: str = "cpu", slowest: float = math.inf, **options: object) -> list[str]:
     config = EngineConfig.model_validate({"speculation": {"mode": "auto"}} | options)
     model = LlamaConfig.from_shape("llama-3.1-8b")
-    choices = replace(composition.choose(config, model, has_trace=False), device=torch.device("cpu"))
-    return composition.network_notices(choices, config, model, Network(link_us), 8192)  # type: ignore[arg-type]
+    choices = replace(composition.choose(config, model, has_trace=False), device=torch.device(device))
+    network = Network(link_us, slowest)
+    return composition.network_notices(choices, config, model, network, 8192)  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("host")
@@ -67,7 +79,7 @@ def test_auto_over_several_hosts_says_what_the_network_costs(monkeypatch: pytest
     """Rows of two GPUs over TCP: an all-reduce takes 90 us; four GPUs without it 1.27 ms, two 2.14 ms at 8K tokens."""
     assert choose(speculation={"mode": "auto"}).mode == "off"
     (notice,) = notices(90.0)
-    found = re.search(r"takes 90 us: .* 8192 tokens on H200s are ([\d.]+) ms a token, and ([\d.]+) ms on one", notice)
+    found = re.search(r"takes 90 us: .* 8192 tokens are ([\d.]+) ms a token, and ([\d.]+) ms on one", notice)
     assert found is not None
     split, alone = map(float, found.groups())
     assert split == pytest.approx(1.27 + 64 * 0.09, rel=0.1)
@@ -78,6 +90,33 @@ def test_auto_over_several_hosts_says_what_the_network_costs(monkeypatch: pytest
     monkeypatch.setenv("LOCAL_RANK", "2")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     assert notices(90.0) == []
+
+
+@pytest.mark.usefixtures("host")
+def test_kernels_are_predicted_for_the_copy_rate_of_the_slowest_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half the rate of an H200 doubles the times of kernels, and leaves those of messages."""
+    monkeypatch.setattr(composition, "device_bandwidth", lambda _: STREAM_BYTES_PER_S)
+
+    def split_and_alone(device: str, slowest: float) -> tuple[float, ...]:
+        (notice,) = notices(90.0, device, slowest)
+        return tuple(map(float, re.findall(r"([\d.]+) ms", notice)))
+
+    plain, slow = split_and_alone("cuda", math.inf), split_and_alone("cuda", STREAM_BYTES_PER_S / 2)
+    assert plain == split_and_alone("cpu", STREAM_BYTES_PER_S / 2)
+    assert slow[1] == pytest.approx(2 * plain[1], abs=0.1)
+    assert slow[0] - 64 * 0.09 == pytest.approx(2 * (plain[0] - 64 * 0.09), abs=0.2)
+
+    def pair_and_alone(slowest: float) -> tuple[float, LinkCosts]:
+        config = EngineConfig.model_validate({"speculation": {"mode": "paired"}})
+        model, network = LlamaConfig.from_shape("llama-3.1-8b"), Network(90.0, slowest)
+        policy = composition.choose_pair_policy(choose(), config, model, network, 1)  # type: ignore[arg-type]
+        assert policy is not None
+        return policy._costs(8192)
+
+    (alone_us, parts), (slow_us, slow_parts) = pair_and_alone(math.inf), pair_and_alone(STREAM_BYTES_PER_S / 2)
+    assert slow_us == pytest.approx(2 * alone_us)
+    assert slow_parts.verifier_us == pytest.approx(2 * parts.verifier_us)
+    assert slow_parts.link_us == parts.link_us == 90.0
 
 
 @pytest.mark.usefixtures("host")
