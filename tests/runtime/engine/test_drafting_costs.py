@@ -41,13 +41,21 @@ def option(row: dict[str, Any], flag: str) -> str:
     return words[words.index(flag) + 1] if flag in words else "auto"
 
 
+def drafts_nearly_always(row: dict[str, Any]) -> bool:
+    """Whether the median step of a row is a round: where drafts pause, or find nothing, plain steps are among them."""
+    return row["case"]["acceptance"] != "real" or sum(row["accepted"]) > 0.75 * int(option(row, "--steps"))
+
+
 PLAIN = {setting_of(row): row["us"]["p50"] for row in ROWS if "draft" not in row["case"]}
 ROUNDS = {
     (row["case"]["draft"], row["case"]["draft_tokens"], *setting_of(row), option(row, "--draft-weights")): row
     for row in ROWS
-    if "draft" in row["case"]
-    and (row["case"]["shape"], row["case"]["draft"]) != ("smollm2", "self")  # its drafts pause
+    if "draft" in row["case"] and drafts_nearly_always(row)
 }  # of repeated rows the last counts
+
+
+def test_rows_of_real_drafts_are_among_them() -> None:
+    assert sum(row["case"]["acceptance"] == "real" for row in ROUNDS.values()) >= 2
 
 
 @pytest.mark.parametrize("row", ROUNDS.values(), ids=["-".join(map(str, setting)) for setting in ROUNDS])
