@@ -68,5 +68,5 @@ def parted(rows: list[dict[str, Any]]) -> str:
                 f"{min(by):.3f} to {max(by):.3f}" if by else "",
             ]
         )  # fmt: skip
-    head = ["model", "drafter", "K", "cache", "temperature", "texts that part", "tokens that differ then"]
+    head = ["model", "drafter", "K", "cache", "temperature", "texts that part", "tokens that differ, of all texts"]
     return table([*head, "nats between the first two tokens, without noise"], cells)

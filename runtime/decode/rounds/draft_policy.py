@@ -10,7 +10,8 @@ flicker. Pauses grow while probes fail. A round that would cost more than all it
 rank reads the same numbers, so all ranks decide alike.
 
 Where drafts are looked up in the texts, the texts tell when to try: a pause ends early when enough of them repeat
-themselves. So few rounds are spent on a trial, and pauses are long.
+themselves. So few rounds are spent on a trial, and pauses are long. If the probe behind a repetition fails, the next
+repetitions are left alone for a while, which grows, too.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
+
+import numpy as np
 
 __all__ = ["REPEATED_TOKENS", "ROW_COST", "DraftPolicy", "RepeatedTexts", "round_cost", "texts_so_far"]
 
@@ -39,6 +42,8 @@ class Trials(NamedTuple):
 
 BY_TIME = Trials(False, 4, 32, 128)
 BY_REPEATS = Trials(True, 3, 128, 512)
+FIRST_DEAF_STEPS = 16  # in which repetitions end no pause, after the first probe behind one that failed
+HASH_FACTOR, HASH_MASK = 0x9E3779B97F4A7C15, 2**64 - 1
 
 
 def round_cost(num_drafts: int, draft_cost: float) -> float:
@@ -62,7 +67,7 @@ class RepeatedTexts:
     def begin(self, texts: Sequence[Sequence[int]]) -> None:
         """Take the token ids of each request: prompt, and tokens so far."""
         self._newest = [list(ids[-REPEATED_TOKENS + 1 :]) for ids in texts]
-        self._seen = [set(zip(*(ids[i:] for i in range(REPEATED_TOKENS)), strict=False)) for ids in texts]
+        self._seen = [set(_window_hashes(ids)) for ids in texts]
         self.share = 0.0  # of the requests that grew in the last step: those that repeat themselves
 
     def extend(self, emitted: Sequence[Sequence[int]]) -> None:
@@ -72,10 +77,13 @@ class RepeatedTexts:
         for newest, seen, ids in zip(self._newest, self._seen, emitted if self._seen else (), strict=True):
             is_repeated = False
             for token_id in ids:
-                window = (*newest[-REPEATED_TOKENS + 1 :], token_id)
-                newest[:] = window
-                is_repeated = window in seen
-                seen.add(window)
+                newest.append(token_id)
+                del newest[:-REPEATED_TOKENS]
+                key = 0
+                for each in newest:
+                    key = (key * HASH_FACTOR + each + 1) & HASH_MASK
+                is_repeated = key in seen
+                seen.add(key)
             if ids:
                 repeats.append(is_repeated)
         self.share = sum(repeats) / len(repeats) if repeats else 0.0
@@ -86,6 +94,17 @@ def texts_so_far(newest: Sequence[int], prompts: Sequence[Sequence[int]] | None)
     if prompts is None:
         return []
     return [[*ids, token_id] for ids, token_id in zip(prompts, newest, strict=True)]
+
+
+def _window_hashes(ids: Sequence[int]) -> list[int]:
+    """A hash of each `REPEATED_TOKENS` tokens in a row: all places of a long prompt at once."""
+    tokens = np.array(ids, dtype=np.uint64) + np.uint64(1)
+    count = max(len(tokens) - REPEATED_TOKENS + 1, 0)
+    keys = np.zeros(count, dtype=np.uint64)
+    for place in range(REPEATED_TOKENS):
+        keys = keys * np.uint64(HASH_FACTOR) + tokens[place : place + count]
+    found: list[int] = keys.tolist()
+    return found
 
 
 class DraftPolicy:
@@ -105,7 +124,9 @@ class DraftPolicy:
         self._recent: deque[tuple[float, float]] = deque(maxlen=WINDOW_ROUNDS)  # tokens and cost of a round
         self._is_probe = self._trials.begins_with_probe
         self._pause_left, self._next_pause = 0, self._trials.first_pause
-        if self._repeats is not None:
+        self._deaf_left, self._next_deaf = 0, FIRST_DEAF_STEPS
+        self._is_early = False  # the probe began at a repetition
+        if self._repeats is not None and not self._always:
             self._repeats.begin(texts)
 
     def drafts(self, num_drafts: int, cost: float) -> bool:
@@ -123,13 +144,15 @@ class DraftPolicy:
         if cost > num_drafts + 1:
             return False
         self._pause_left = max(self._pause_left - 1, -1)
-        if self._repeats is not None and 1 + num_drafts * self._repeats.share >= cost * RESUME_MARGIN:
-            self._pause_left = -1
+        self._deaf_left = max(self._deaf_left - 1, 0)
+        if self._pause_left >= 0 and self._deaf_left == 0 and self._repeats is not None:
+            self._is_early = 1 + num_drafts * self._repeats.share >= cost * RESUME_MARGIN
+            self._pause_left = -1 if self._is_early else self._pause_left
         return self._pause_left < 0
 
     def read(self, emitted: Sequence[Sequence[int]]) -> None:
         """Take the tokens of a step, a list for each request."""
-        if self._repeats is not None:
+        if self._repeats is not None and not self._always:
             self._repeats.extend(emitted)
 
     def record(self, tokens: float, cost: float) -> None:
@@ -148,7 +171,11 @@ class DraftPolicy:
         if made < paid * (RESUME_MARGIN if self._is_probe else 1.0):
             self._pause_left = self._next_pause
             self._next_pause = min(2 * self._next_pause, self._trials.longest_pause)
-            self._is_probe = True
+            if self._is_early:
+                self._deaf_left = self._next_deaf
+                self._next_deaf = min(2 * self._next_deaf, self._trials.longest_pause)
+            self._is_probe, self._is_early = True, False
             self._recent.clear()
         elif self._is_probe:
-            self._is_probe, self._next_pause = False, self._trials.first_pause
+            self._is_probe, self._is_early = False, False
+            self._next_pause, self._next_deaf = self._trials.first_pause, FIRST_DEAF_STEPS

@@ -6,6 +6,7 @@ import math
 import random
 
 import pytest
+from paths import ROOT
 
 from alspec.runtime.decode.rounds.draft_policy import (
     BY_REPEATS,
@@ -187,3 +188,62 @@ def test_repeated_texts(seed: int) -> None:
             if ids:
                 found.append(newest in earlier)
         assert repeats.share == (sum(found) / len(found) if found else 0.0)
+
+
+def times_as_fast(policy: DraftPolicy, ids: list[int], prompt: int, cost: float, num_drafts: int = 4) -> float:
+    """Plain steps that a text behind its prompt takes, over the cost of what is run with n-grams and this policy."""
+    ends: dict[tuple[int, ...], int] = {}
+    known, length, spent = 0, prompt, 0.0
+    policy.begin([ids[:prompt]])
+    while length < len(ids):
+        for end in range(known, length - 1):
+            ends.update({tuple(ids[end - size + 1 : end + 1]): end for size in range(2, 6) if end >= size - 1})
+        known, made = length - 1, 1
+        drafts = policy.drafts(num_drafts, cost)
+        if drafts:
+            found = (ends.get(tuple(ids[length - size : length])) for size in (5, 4, 3, 2))
+            start = next((end + 1 for end in found if end is not None), None)
+            while start is not None and made <= num_drafts and length + made < len(ids):
+                if ids[start + (made - 1) % (length - start)] != ids[length + made - 1]:
+                    break
+                made += 1
+        spent += cost if drafts else 1.0
+        policy.read([ids[length : length + made]])
+        if drafts:
+            policy.record(made, cost)
+        length += made
+    return (len(ids) - prompt) / spent
+
+
+def pattern(repeated: int, free: int, length: int) -> list[int]:
+    """A text in which the same tokens come again and again, with other ones between them."""
+    draw, fixed = random.Random(free), passage(7, repeated)
+    ids = draw.choices(range(1000, 40000), k=300)
+    while len(ids) < length:
+        ids += fixed + draw.choices(range(1000, 40000), k=free)
+    return ids
+
+
+@pytest.mark.parametrize("cost", [1.17, 1.39])
+@pytest.mark.parametrize("free", [6, 8, 12, 40])
+def test_repetitions_that_are_not_followed_cost_little(free: int, cost: float) -> None:
+    """Each is seen at its last token. Probes behind it fail, so that fewer and fewer follow."""
+    policy = DraftPolicy(repeats=RepeatedTexts())
+    assert times_as_fast(policy, pattern(REPEATED_TOKENS, free, 800), 300, cost) > 0.98
+    assert times_as_fast(policy, pattern(REPEATED_TOKENS, free, 1500), 300, cost) > 0.985
+
+
+@pytest.mark.parametrize("cost", [1.17, 1.39])
+def test_texts_that_copy_and_texts_that_do_not(cost: float) -> None:
+    """Words of this repository's texts as tokens: never much slower than plain steps, and fast where text is copied."""
+    policy, gains = DraftPolicy(repeats=RepeatedTexts()), []
+    for path in sorted((ROOT / "docs").glob("*.md")):
+        words = path.read_text(encoding="utf-8").split()
+        names = {word: number for number, word in enumerate(dict.fromkeys(words))}
+        ids = [names[word] for word in words]
+        gains.append(times_as_fast(policy, ids[:1500], 700, cost) if len(ids) > 1000 else 1.0)
+        other = passage(3, 20)
+        copied = [*ids[:400], *other, *ids[:300]]
+        assert times_as_fast(policy, copied, 400, cost) > 3.5 / cost
+    assert min(gains) > 0.96
+    assert sum(gains) / len(gains) > 0.99
