@@ -39,9 +39,9 @@ MAX_RECALL_BLOCKS = 128
 
 
 def first_lossy_length(chunk_size: int, recall_blocks: int = 0) -> int:
-    """Smallest number of cached tokens at which `A~` leaves some out: `2 S + 64 + 64 M`. With fewer tokens `A~ = A`.
+    """Smallest number of cached tokens at which `A~` leaves some out: `2 S + 64 + 64 M`.
 
-    With M recalled blocks, a block that has just left the window is left out for one token before, too.
+    With fewer tokens `A~ = A`, but for the token at which a block leaves the window: no list has it yet.
     """
     return 2 * chunk_size + KV_TILE * (1 + recall_blocks)
 

@@ -34,7 +34,7 @@ from alspec.launch.evaluate_tasks import (
     text_task,
 )
 from alspec.launch.plots.plot_quality import draw, threshold_name
-from alspec.launch.terminal.display import StatusLine
+from alspec.launch.terminal.display import StatusLine, why_no_hit_rate
 from alspec.launch.terminal.flags import Parser, check_picture, check_positions, check_writable, notify, parse_command
 from alspec.launch.terminal.output import append_rows, exit_code, result_console, writing
 from alspec.models.checkpoint.source import model_name
@@ -352,6 +352,9 @@ def _table(engine: Engine, rows: list[dict[str, Any]]) -> Table:
         values = [f"{sum(row['value'] for row in line[column]) / len(line[column]):.4f}" for column in columns]
         hit_rate = line[shown][0]["hit_rate"]
         table.add_row(cache, threshold, *values, "-" if hit_rate is None else f"{hit_rate:.3f}")
+    if "-" in (row[-1] for row in zip(*(column.cells for column in table.columns), strict=True)):
+        first = first_lossy_position(engine.config.speculation.chunk_size)
+        table.caption = f"hit rate: {why_no_hit_rate(first + 1)}"
     return table
 
 

@@ -132,7 +132,7 @@ def _shade(hit_rate: float) -> Style:
 
 def why_no_hit_rate(first_lossy: int) -> str:
     """Why short contexts have no hit rate. first_lossy: tokens from which on it is counted."""
-    return f"below {first_lossy} tokens A~ reads everything and cannot miss"
+    return f"counted from {first_lossy} tokens on; A~ leaves out hardly anything before"
 
 
 def print_panel(summary: dict[str, Any]) -> None:

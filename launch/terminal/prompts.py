@@ -120,10 +120,13 @@ class _Prompt:
 
 
 def _notices(prompts: list[_Prompt], config: GenerateConfig) -> list[str]:
-    own = sum(prompt.has_system for prompt in prompts)
-    if config.system is None or own == 0:
-        return []
-    return [f"--system: {own} of {len(prompts)} requests have a system message of their own, which they keep"]
+    own, found = sum(prompt.has_system for prompt in prompts), []
+    if config.system is not None and own:
+        found.append(f"--system: {own} of {len(prompts)} requests have a system message of their own, which they keep")
+    text = prompts[0].text if prompts[0].where == "prompt" else None
+    if text is not None and is_dash(config.prompt_file) and text.lstrip()[:1] in ("{", "["):
+        found.append("--prompt-file: standard input is one text: its first line is no JSON object with a prompt")
+    return found
 
 
 def _read(config: GenerateConfig) -> tuple[list[_Prompt], bool]:

@@ -127,8 +127,10 @@ def test_hit_rates_where_no_spec_output_leaves_out_a_token(
     plot = ["--plot", str(tmp_path / "plot.svg")] if HAS_MATPLOTLIB else []
     assert evaluate.main([*flags, "--contexts", "319", "--rows", str(rows), *plot]) == 0
     assert [(row["hit_rate"], row["hit_rate_per_layer"]) for row in rows_of(rows)] == [(None, None)] * 2
-    lines = [line for line in capsys.readouterr().out.splitlines() if "bf16" in line]
+    out = capsys.readouterr().out
+    lines = [line for line in out.splitlines() if "bf16" in line]
     assert [re.split(r" *\u2502 *", line)[-2] for line in lines] == ["-", "-"]
+    assert "hit rate: counted from 320 tokens on" in " ".join(out.split())
     rows.unlink()
     assert evaluate.main([*flags, "--contexts", "320", "--rows", str(rows)]) == 0
     assert [row["hit_rate"] for row in rows_of(rows)] == [0.0, 1.0]

@@ -92,7 +92,7 @@ def test_blocks_that_no_predictor_recalls(
 def test_contexts_without_hit_rate_are_named() -> None:
     """Those whose last measured step reads fewer tokens than `A~` does."""
     steps = 1344 - cache_tokens(1000, 0) + 1  # the last one reads 1344 tokens, from 1000 on
-    notice = "no hit rate at 999 tokens: below 1344 tokens A~ reads everything and cannot miss"
+    notice = "no hit rate at 999 tokens: counted from 1344 tokens on; A~ leaves out hardly anything before"
     assert latency._without_hit_rate(config_of(steps=steps), [999, 1000, 2000]) == [notice]
     assert latency._without_hit_rate(config_of(steps=steps, speculation={"predictor": "window"}), [999]) == []
 

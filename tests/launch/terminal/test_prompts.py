@@ -259,6 +259,10 @@ def test_standard_input_that_begins_with_a_request_is_a_batch(
     for text in ('{"text": "a"}\n{"prompt": "b"}', '["prompt"]', "{", '"prompt"', '{"prompt": "a"} and more'):
         give(text)
         assert generate_text("--prompt-file", "-", *SMALL) == generate_text("--prompt", text, *SMALL)
+    for text, is_said in (('{"prompt": "a"', True), (lines, False), ("a {", False)):
+        give(text)
+        _, _, err = run("--model", checkpoint, "--transport", "gloo", "--prompt-file", "-", *SMALL)
+        assert ("standard input is one text" in err) == is_said
 
     for text, line in (('{"prompt": "a"}\n\nb\n', 3), ('{"prompt": 1}', 1), ('{"messages": []}', 1)):
         give(text)
