@@ -88,7 +88,7 @@ def sweep_rounds(
 def _row(
     config: LatencyConfig, engine: Engine, profile: RoundProfile, acceptance: HitRate, command: str
 ) -> dict[str, Any]:
-    ranks, us = engine.placement.world_size, profile.slowest_us
+    ranks, us, drafting_us = engine.placement.world_size, profile.slowest_us, profile.drafting_us
     return {
         "bench": "decode_round",
         "impl": "alspec.off",
@@ -111,12 +111,17 @@ def _row(
             "always": config.draft_always,
             "temperature": config.temperature,
         },
-        "us": {share: round(value, 3) for share, value in spread(us).items()},
+        "us": _spread(us),
+        "drafting_us": _spread(drafting_us) if drafting_us else None,
         "tokens_per_step": round(sum(profile.tokens) / len(profile.tokens), 4),
         "accepted": profile.accepted,
         "tokens_per_s": round(config.batch * sum(profile.tokens) / sum(us) * 1e6, 2),
         **provenance(ranks if engine.device.type == "cuda" else 0, command),
     }
+
+
+def _spread(us: list[float]) -> dict[str, float]:
+    return {share: round(value, 3) for share, value in spread(us).items()}
 
 
 def rounds_title(row: dict[str, Any]) -> str:
@@ -129,12 +134,14 @@ def rounds_title(row: dict[str, Any]) -> str:
 def rounds_table(rows: list[dict[str, Any]]) -> Table:
     """A line for each row."""
     table = Table(title=rounds_title(rows[0]), caption="a forced acceptance takes drafts whatever they are")
-    for name in ("context", "cache", "acceptance", "ms/step p50", "p20", "p80", "tokens/step", "tokens/s"):
+    columns = "ms/step p50", "p20", "p80", "with drafts", "tokens/step", "tokens/s"
+    for name in ("context", "cache", "acceptance", *columns):
         table.add_column(name, justify="right")
     for row in rows:
         case, us = row["case"], row["us"]
         forced = "real" if case["acceptance"] == "real" else f"{case['acceptance']:g} forced"
         times = [f"{us[name] / 1e3:.3f}" for name in ("p50", "p20", "p80")]
-        made = f"{row['tokens_per_step']:.2f}", f"{row['tokens_per_s']:.1f}"
+        drafting = "-" if row["drafting_us"] is None else f"{row['drafting_us']['p50'] / 1e3:.3f}"
+        made = drafting, f"{row['tokens_per_step']:.2f}", f"{row['tokens_per_s']:.1f}"
         table.add_row(str(case["context"]), case["kv_cache"], forced, *times, *made)
     return table

@@ -157,6 +157,11 @@ class RoundProfile:
         return [max(times) for times in zip(*self.round_us, strict=True)]
 
     @property
+    def drafting_us(self) -> list[float]:
+        """`slowest_us` of the rounds that had drafts: others are plain steps, or found nothing to draft."""
+        return [us for us, each in zip(self.slowest_us, self.rounds, strict=True) if any(made for made, _ in each)]
+
+    @property
     def samples(self) -> dict[str, Any]:
         """What `--json` writes beside the row."""
         return {"round_us": self.round_us, "rounds": self.rounds}

@@ -223,6 +223,8 @@ def test_latency_of_rounds(checkpoint: Path, tmp_path: Path, capsys: pytest.Capt
     assert sample["case"] == row["case"]
     assert row["us"] == pytest.approx(spread(sample["round_us"][0]), abs=1e-3)
     accepted = [taken for ((made, taken),) in sample["rounds"] if made]
+    drafting = [us for us, ((made, _),) in zip(sample["round_us"][0], sample["rounds"], strict=True) if made]
+    assert row["drafting_us"] == (pytest.approx(spread(drafting), abs=1e-3) if drafting else None)
     assert [accepted.count(number) for number in range(5)] == row["accepted"]
     assert len(sample["rounds"]) * row["tokens_per_step"] == 5 + sum(taken for ((_, taken),) in sample["rounds"])
     found = rounds_in(tmp_path / "trace.json")
