@@ -352,7 +352,7 @@ def _table(engine: Engine, rows: list[dict[str, Any]]) -> Table:
         values = [f"{sum(row['value'] for row in line[column]) / len(line[column]):.4f}" for column in columns]
         hit_rate = line[shown][0]["hit_rate"]
         table.add_row(cache, threshold, *values, "-" if hit_rate is None else f"{hit_rate:.3f}")
-    if "-" in (row[-1] for row in zip(*(column.cells for column in table.columns), strict=True)):
+    if any(line[shown][0]["hit_rate"] is None for line in lines.values()):
         first = first_lossy_position(engine.config.speculation.chunk_size)
         table.caption = f"hit rate: {why_no_hit_rate(first + 1)}"
     return table

@@ -290,13 +290,13 @@ class LlamaConfig(Frozen):
         is_used = window is not None and len(set(self.full_layers) & set(range(self.num_layers))) < self.num_layers
         return window if is_used and window is not None and window < context else None
 
-    def inv_freq(self, text_length: int = 0) -> torch.Tensor:
-        """Rotary frequencies for a text of `text_length` tokens, [head_dim / 2] fp32, on CPU.
+    def inv_freq(self, is_long: bool = False) -> torch.Tensor:
+        """Rotary frequencies for texts of up to C tokens, or longer ones, [head_dim / 2] fp32, on CPU.
 
         Channels that are not rotated have frequency 0; see `rope_inv_freq`.
         """
         rotary_dim = self.rotary_dim or self.head_dim
-        freq = rope_inv_freq(rotary_dim, self.rope_theta, self.rope_scaling, text_length)
+        freq = rope_inv_freq(rotary_dim, self.rope_theta, self.rope_scaling, is_long)
         return torch.nn.functional.pad(freq, (0, (self.head_dim - rotary_dim) // 2))
 
     def rotary(self, device: torch.device) -> RotaryFrequencies:
@@ -306,7 +306,7 @@ class LlamaConfig(Frozen):
             return RotaryFrequencies(inv_freq)
         context = min(scaling.original_max_position_embeddings, 2**31 - 1)  # kernels compare it with int32
         if scaling.rope_type == "longrope":
-            return RotaryFrequencies(inv_freq, context, long_freq=self.inv_freq(context + 1).to(device))
+            return RotaryFrequencies(inv_freq, context, long_freq=self.inv_freq(is_long=True).to(device))
         rotary_dim = self.rotary_dim or self.head_dim
         exponents = -torch.arange(0, rotary_dim, 2, dtype=torch.float64) / (rotary_dim - 2)
         exponents = torch.nn.functional.pad(exponents, (0, len(inv_freq) - len(exponents)))

@@ -79,9 +79,9 @@ class RopeScaling(Frozen):
 
 
 def rope_inv_freq(
-    rotary_dim: int, rope_theta: float, scaling: RopeScaling | None = None, text_length: int = 0
+    rotary_dim: int, rope_theta: float, scaling: RopeScaling | None = None, is_long: bool = False
 ) -> torch.Tensor:
-    """Rotary frequencies f_i in radians per token, for a text of `text_length` tokens.
+    """Rotary frequencies f_i in radians per token, for texts of up to C tokens. is_long: longrope, for longer ones.
 
         f_i = theta^(-2i / R),   i = 0 .. R / 2 - 1,   R = rotary_dim, C = original_max_position_embeddings
         linear:   f_i / factor
@@ -90,7 +90,8 @@ def rope_inv_freq(
                   w < C / high_freq_factor:  f
                   between:                   (1 - s) f / factor + s f,
                                              s = (C / w - low_freq_factor) / (high_freq_factor - low_freq_factor)
-        dynamic:  theta' = theta (factor n / C - factor + 1)^(R / (R - 2)),   n = max(text_length, C)
+        dynamic:  f_i up to C tokens, and for n > C those of theta (factor n / C - factor + 1)^(R / (R - 2)), which
+                  `RotaryFrequencies` computes
         yarn:     (1 - r_i) f_i + r_i f_i / factor;   r_i rises from 0 to 1 between the channels that turn beta_fast
                   and beta_slow times in C tokens
         longrope: f_i / short_factor_i up to C tokens, f_i / long_factor_i for more
@@ -103,10 +104,6 @@ def rope_inv_freq(
         [rotary_dim / 2] fp32, on CPU.
     """
     exponent = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device="cpu") / rotary_dim
-    if scaling is not None and scaling.rope_type == "dynamic":
-        context = scaling.original_max_position_embeddings
-        stretch = scaling.factor * max(text_length, context) / context - (scaling.factor - 1)
-        rope_theta = rope_theta * stretch ** (rotary_dim / (rotary_dim - 2))
     powers = rope_theta**exponent
     freq = 1.0 / powers
     if scaling is None or scaling.rope_type == "dynamic":
@@ -114,7 +111,6 @@ def rope_inv_freq(
     if scaling.rope_type == "linear":
         return freq / scaling.factor
     if scaling.rope_type == "longrope":
-        is_long = text_length > scaling.original_max_position_embeddings
         return 1.0 / (torch.tensor(scaling.long_factor if is_long else scaling.short_factor) * powers)
     if scaling.rope_type == "yarn":
         kept = 1 - _yarn_ramp(rotary_dim, rope_theta, scaling)

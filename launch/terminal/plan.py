@@ -73,7 +73,7 @@ class PlanSettings:
 
     @property
     def mean_hit_rate(self) -> float:
-        """Of a pair on one host, which loses nothing beside a layer that rejects."""
+        """Share of layers that accept, for a pair on one host: it does not matter which layers reject."""
         if self.hit_rate is None:
             return PREDICTED_HIT_RATE
         return self.hit_rate if isinstance(self.hit_rate, float) else fmean(self.hit_rate)

@@ -196,7 +196,8 @@ class Drafting:
         if self.copy_config is not None and self.model is None:
             tp_size = self.choices.placement.tp_size
             self.model = Llama(self.copy_config, quantised_copy(model, self.copy_config, tp_size), transport)
-        policy = DraftPolicy(self.config.draft_always, RepeatedTexts() if self.config.draft == "ngram" else None)
+        always = self.config.draft_always
+        policy = DraftPolicy(always, RepeatedTexts() if self.config.draft == "ngram" and not always else None)
         tp_size = self.choices.placement.tp_size
         if self.choices.has_fused_step and self.num_rows <= most_rows(cache.batch_size, self.target, tp_size):
             return build_captured_rounds(

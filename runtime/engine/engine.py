@@ -33,7 +33,7 @@ from alspec.runtime.engine.generation import (
     requests_of,
     rows_of,
 )
-from alspec.runtime.engine.prompt_pass import appends_prompt, process_again, process_prompts
+from alspec.runtime.engine.prompt_pass import PromptPass, appends_prompt
 from alspec.runtime.engine.resources import Resources
 
 __all__ = ["Engine"]
@@ -224,6 +224,12 @@ class Engine(Resources):
             why = "another generation of this engine has begun, which ends this one"
             raise UserError(f"stream: {why}; take one after the other, or use two engines")
 
+    @property
+    def _prompt_pass(self) -> PromptPass:
+        assert self.decode_step is not None
+        transport, queries = self.connected(), self.decode_step.prompt_queries
+        return PromptPass(self.model, self.cache, self._kept, transport, self._operation, queries)
+
     def _prefill(
         self,
         generation: Generation,
@@ -237,24 +243,16 @@ class Engine(Resources):
         self.timeline.start()
         started = time.perf_counter()
         self._step = 0
-        assert self.decode_step is not None
-        logits, layer_sums = process_prompts(
-            self.model, self.cache, self._kept, transport, generation, self._operation, progress,
-            self.decode_step.prompt_queries,
-        )  # fmt: skip
+        logits, layer_sums = self._prompt_pass.process(generation, progress)
         chosen = choose_tokens(logits, layer_sums, sampling, generation.seq_lens, seen, self._step, transport)
         generation.prefill_us = (time.perf_counter() - started) * 1e6
         return chosen
 
     def _process_again(self, generation: Generation) -> float:
         """Process the texts of `Generation.crossing` again; returns the microseconds that it took."""
-        assert self.decode_step is not None
         started = time.perf_counter()
         self.connected().barrier()
-        process_again(
-            self.model, self.cache, self._kept, self.connected(), generation, self._operation,
-            self.decode_step.prompt_queries,
-        )  # fmt: skip
+        self._prompt_pass.process_again(generation)
         self.connected().synchronize()
         return (time.perf_counter() - started) * 1e6
 

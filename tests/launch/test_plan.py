@@ -265,7 +265,7 @@ def test_an_all_reduce_over_hosts_has_a_time_of_its_own(capsys: pytest.CaptureFi
 
 
 def test_a_plan_takes_a_hit_rate_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
-    """Of all layers, or of each layer as SmolLM2 has them: its rows say 1.03 and 1.22 times one GPU at 128K tokens."""
+    """A rate of all layers, or SmolLM2's of each layer, with which rows are 1.03 and 1.22 times one GPU at 128K."""
     _, plain = plan_cells(capsys)
     title, found = plan_cells(capsys, "--hit-rate", "0.95")
     assert "paired at a hit rate of 0.95" in title

@@ -126,7 +126,7 @@ class DraftPolicy:
         self._pause_left, self._next_pause = 0, self._trials.first_pause
         self._deaf_left, self._next_deaf = 0, FIRST_DEAF_STEPS
         self._is_early = False  # the probe began at a repetition
-        if self._repeats is not None and not self._always:
+        if self._repeats is not None:
             self._repeats.begin(texts)
 
     def drafts(self, num_drafts: int, cost: float) -> bool:
@@ -152,7 +152,7 @@ class DraftPolicy:
 
     def read(self, emitted: Sequence[Sequence[int]]) -> None:
         """Take the tokens of a step, a list for each request."""
-        if self._repeats is not None and not self._always:
+        if self._repeats is not None:
             self._repeats.extend(emitted)
 
     def record(self, tokens: float, cost: float) -> None:

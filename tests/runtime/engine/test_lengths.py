@@ -18,6 +18,7 @@ import torch
 from family_models import LONGROPE, greedy, save_family
 from round_cases import put_captured
 from tiers import fast
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from alspec import Engine
 from alspec.kernels.common.rotary import RotaryFrequencies
@@ -80,17 +81,18 @@ def put_fused(engine: Engine) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_frequencies_are_those_of_the_length(kind: str, tmp_path: Path) -> None:
-    save_family(tmp_path, kind, **FIELDS[kind])
-    config = LlamaConfig.from_folder(tmp_path)
+    reference = save_family(tmp_path, kind, **FIELDS[kind])
+    config, kind_of_rope = LlamaConfig.from_folder(tmp_path), FIELDS[kind]["rope_parameters"]["rope_type"]
     rotary, positions = config.rotary(torch.device("cpu")), torch.tensor([0, C - 2, C - 1, C, C + 1, 3 * C])
     for found, position in zip(rotary.at(positions), positions.tolist(), strict=True):
-        torch.testing.assert_close(found, config.inv_freq(position + 1), rtol=3e-7, atol=0.0)
+        oracle, _ = ROPE_INIT_FUNCTIONS[kind_of_rope](reference.config, torch.device("cpu"), seq_len=position + 1)
+        torch.testing.assert_close(found, oracle, rtol=3e-7, atol=0.0)
     for length in (1, C, C + 1, 3 * C):
         found = rotary.at(positions, length).expand(len(positions), -1)
         assert torch.equal(found, rotary.at(torch.full((len(positions),), length - 1)))
     lengths = [1, C, C + 1, 2 * C]
-    assert torch.equal(config.inv_freq(C), config.inv_freq())
-    assert not torch.equal(config.inv_freq(C + 1), config.inv_freq())
+    assert torch.equal(rotary.at(positions, C).expand(2, -1)[0], config.inv_freq())
+    assert not torch.equal(rotary.at(positions, C + 1)[0], config.inv_freq())
     keys = [config.frequency_length(length) for length in lengths]
     assert keys == ([C, C, C + 1, 2 * C] if kind == "dynamic-short" else [C, C, C + 1, C + 1])
 
