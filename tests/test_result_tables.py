@@ -233,7 +233,7 @@ def test_short_tables_are_of_random_numbers_and_the_exact_softmax(
     ]
     rows += [step_row("off", 6000.0, kv_cache="turbo4", softmax="sas", **alone)]
     rows += [step_row("off", 10000.0, text="book.txt", **alone)]
-    for module in (tables, sys.modules["codec_tables"]):
+    for module in (tables, sys.modules["sections.codec_tables"]):
         monkeypatch.setattr(module, "read", lambda name, bench=None: rows if name == "decode_step.jsonl" else [])
     assert "\n| 1 | 250 (50%) |" in tables.short_steps()
     caches = [line for line in tables.short_quantised().splitlines() if line.startswith("|")]

@@ -12,10 +12,10 @@ from typing import Any
 
 import matplotlib
 import torch
-from hit_picture import draw_hits
-from link_table import alone_of, pairs_of
-from quality_tables import times_fewer
 from result_rows import HERE, REPORTED, read, times_as_fast
+from sections.hit_picture import draw_hits
+from sections.link_table import alone_of, pairs_of
+from sections.quality_tables import times_fewer
 
 from alspec.latency_model import linked_step_us, tp_step_us
 from alspec.launch.plots import plot_quality, plot_shapes

@@ -8,10 +8,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from codec_tables import READING, READING_TEXT, SPEC_COLUMN, alone, faster_than_bf16, quantised, short_quantised
-from draft_table import accepted, drafts, parted
-from link_table import against_one, against_two, link
-from quality_tables import (
+from result_rows import HERE, PARTS, provenance, read, table, times_as_fast
+from sections.codec_tables import (
+    READING,
+    READING_TEXT,
+    SPEC_COLUMN,
+    alone,
+    faster_than_bf16,
+    quantised,
+    short_quantised,
+)
+from sections.draft_table import accepted, drafts, parted
+from sections.link_table import against_one, against_two, link
+from sections.quality_tables import (
     NEW_SCALE,
     ablated,
     codecs,
@@ -21,14 +30,13 @@ from quality_tables import (
     short_quality,
     turboquant,
 )
-from readme_tables import attention_at_a_glance, speculation_at_a_glance, steps_at_a_glance, steps_of_8b
-from recall_tables import recall, short_costs, short_hits
-from result_rows import HERE, PARTS, provenance, read, table, times_as_fast
-from round_table import against_plain, rounds, with_texts
-from shape_table import shapes
-from speculation_tables import short_speculation, speculation
-from turn_table import turns
-from weight_tables import weight_products, weight_quality, weight_speculation, weight_steps, weights
+from sections.readme_tables import attention_at_a_glance, speculation_at_a_glance, steps_at_a_glance, steps_of_8b
+from sections.recall_tables import recall, short_costs, short_hits
+from sections.round_table import against_plain, rounds, with_texts
+from sections.shape_table import shapes
+from sections.speculation_tables import short_speculation, speculation
+from sections.turn_table import turns
+from sections.weight_tables import weight_products, weight_quality, weight_speculation, weight_steps, weights
 
 from alspec.config import SpeculationConfig
 from alspec.latency_model import StepCosts, speculative_step_us

@@ -30,7 +30,8 @@ def copy_results(folder: Path) -> Path:
 def run_script(project: Path, name: str, *arguments: str) -> None:
     """Run a script of the copy as `python docs/results/NAME ARGUMENTS` does."""
     folder = project / "docs" / "results"
-    siblings = [path.stem for path in folder.glob("*.py")]
+    paths = [path.relative_to(folder).with_suffix("") for path in folder.rglob("*.py")]
+    siblings = [".".join(path.parts) for path in paths] + ["sections"]
     try:
         with (
             mock.patch.object(sys, "path", [str(folder), *sys.path]),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from quality_tables import lambda_name
 from result_rows import provenance, read, table
+
+from sections.quality_tables import lambda_name
 
 ROWS = "quality_smollm2.jsonl"
 TEXT, ANSWER = "bits per byte", "greedy tokens equal"

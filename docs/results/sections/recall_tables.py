@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from quality_tables import lambda_name
 from result_rows import provenance, read, table
+
+from sections.quality_tables import lambda_name
 
 QUALITY, ATTENTION, WINDOW = "quality_recall.jsonl", "recall_attention.jsonl", "quality_smollm2.jsonl"
 NAMES = {"valid.jsonl.xz": "books", "code.txt": "code", "chat.txt": "chat", "copies.txt": "copies"}

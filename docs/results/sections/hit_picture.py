@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-from recall_tables import QUALITY, WINDOW, text_of
 from result_rows import read
+
+from sections.recall_tables import QUALITY, WINDOW, text_of
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt

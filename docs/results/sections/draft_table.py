@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from recall_tables import text_of
 from result_rows import provenance, table
+
+from sections.recall_tables import text_of
 
 
 def drafts(rows: list[dict[str, Any]], texts: list[dict[str, Any]]) -> str:

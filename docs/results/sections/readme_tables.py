@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from link_table import alone_of, pairs_of, split_of
 from result_rows import REPORTED, read, table, times_as_fast
+
+from sections.link_table import alone_of, pairs_of, split_of
 
 __all__ = ["attention_at_a_glance", "speculation_at_a_glance", "steps_at_a_glance", "steps_of_8b"]
 
