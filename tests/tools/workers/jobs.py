@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
+import random
 import runpy
 import signal
 import socket
@@ -154,14 +156,17 @@ engine = Engine.from_pretrained(sys.argv[1], transport="gloo")
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports on which nobody listens now."""
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [int(each.getsockname()[1]) for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
+    """Ports on which nobody listens now.
+
+    Below those that Linux gives to connections, so that no other process is given one before it is used.
+    """
+    draw, ports = random.SystemRandom(), set()
+    while len(ports) < count:
+        port = draw.randrange(10_000, 32_000)
+        with socket.socket() as tried, contextlib.suppress(OSError):
+            tried.bind(("", port))
+            ports.add(port)
+    return list(ports)
 
 
 def free_port() -> int:
