@@ -193,7 +193,9 @@ def _everything(
         | extras[index // config.n]
         for index, request in enumerate(generation.requests)
     ]
-    for request, entry in zip(generation.requests, requests, strict=True):
+    for index, (request, entry) in enumerate(zip(generation.requests, requests, strict=True)):
+        if config.n > 1:
+            entry["request"], entry["answer"] = divmod(index, config.n)
         if request.logprobs is not None:
             entry["logprobs"] = [asdict(each) for each in request.logprobs]
         if config.draft != "off":

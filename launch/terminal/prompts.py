@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from alspec.config import GenerateConfig
+from alspec.config import GenerateConfig, SamplingConfig
 from alspec.errors import UserError, show
 from alspec.launch.terminal.flags import check_writable
 from alspec.launch.terminal.output import is_dash
@@ -24,6 +25,8 @@ _SYSTEM_ROLES = ("system", "developer")  # OpenAI's name for its newer models
 # Keys of what is written for each request, whatever the flags: results of all runs then have the same keys.
 _WRITTEN = ("request", "answer", "text", "finish_reason", "token_ids", "logprobs", "drafted")
 _EXTRA = "extra"
+# Names that set something in the requests of APIs, also OpenAI's.
+_SETTINGS = {*SamplingConfig.model_fields, "max_tokens", "max_completion_tokens"}
 _EXPECTED = (
     'expected {"prompt": "..."}, {"prompt_ids": [1, 2, 3]} or {"messages": [{"role": "user", "content": "..."}]}'
 )
@@ -126,6 +129,8 @@ def _notices(prompts: list[_Prompt], config: GenerateConfig) -> list[str]:
     text = prompts[0].text if prompts[0].where == "prompt" else None
     if text is not None and is_dash(config.prompt_file) and text.lstrip()[:1] in ("{", "["):
         found.append("--prompt-file: standard input is one text: its first line is no JSON object with a prompt")
+    if settings := sorted(_SETTINGS.intersection(itertools.chain(*(prompt.extra for prompt in prompts)))):
+        found.append(f"--prompt-file: {', '.join(settings)} in its lines: settings are flags, for all requests")
     return found
 
 

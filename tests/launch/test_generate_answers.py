@@ -28,6 +28,7 @@ def test_several_answers_are_lines_of_json(
     assert {tuple(line) for line in lines} == {("request", "answer", "text", "finish_reason")}
     found = generate_json("--prompt-file", path, *SAMPLED, "--answers", 2)["requests"]
     assert [each["text"] for each in found] == [line["text"] for line in lines]
+    assert [(each["request"], each["answer"]) for each in found] == places
     assert [each["prompt_ids"] for each in found[::2]] == [each["prompt_ids"] for each in found[1::2]]
     one = [json.loads(line) for line in generate_text("--prompt-file", path, *SAMPLED).splitlines()]
     assert {tuple(line) for line in one} == {("request", "text", "finish_reason")}

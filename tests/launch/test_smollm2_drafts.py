@@ -50,7 +50,7 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def generate(prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory) -> Generate:
-    """`generate(transport, ranks, "--flag", ...)`: what --json writes for the prompts, one batch; a run is made once."""
+    """`generate(transport, ranks, "--flag", ...)`: what --json writes for the batch of prompts. A run is made once."""
     folder = tmp_path_factory.mktemp("smollm2")
     path = folder / "prompts.jsonl"
     path.write_text("".join(json.dumps({"prompt_ids": ids}) + "\n" for ids in prompts), encoding="utf-8")

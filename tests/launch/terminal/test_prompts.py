@@ -106,6 +106,19 @@ def test_the_system_message_of_a_flag_is_for_messages_without_one(
     assert "--system: 1 of 1 requests" in run(*model, *flags)[2]
 
 
+def test_settings_in_a_line_are_named(run: Run, checkpoint: Path, tmp_path: Path) -> None:
+    """They set nothing, as other keys of a line do not."""
+    path, flags = tmp_path / "prompts.jsonl", ("--model", checkpoint, "--transport", "gloo", *SMALL)
+    path.write_text('{"prompt": "a", "id": 3}\n{"prompt": "b", "max_tokens": 5, "temperature": 2}\n')
+    notice = "alspec: --prompt-file: max_tokens, temperature in its lines: settings are flags, for all requests\n"
+    code, out, err = run(*flags, "--prompt-file", path)
+    assert code == 0
+    assert notice in err
+    assert json.loads(out.splitlines()[1])["max_tokens"] == 5
+    path.write_text('{"prompt": "a", "id": 3}\n')
+    assert "--prompt-file" not in run(*flags, "--prompt-file", path)[2]
+
+
 @pytest.mark.parametrize("other", ['"\\ud800x"', "NaN", "[-Infinity]"])
 def test_other_keys_that_cannot_be_written_are_refused(run: Run, checkpoint: Path, tmp_path: Path, other: str) -> None:
     path = tmp_path / "prompts.jsonl"
