@@ -88,7 +88,7 @@ def gguf_config(model: GgufModel) -> LlamaConfig:
         "dtype": _dtype(model.entries),
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_ids": _end_ids(metadata),
-        "sliding_window": read("attention.sliding_window", None) if read.has("attention.sliding_window") else None,
+        "sliding_window": read("attention.sliding_window") if read.has("attention.sliding_window") else None,
     } | family.gguf_options
     for name, tensor in _BIASES.items():
         values[name] = values.get(name, False) or tensor in model.entries
@@ -108,7 +108,8 @@ class _Numbers:
         self._model, self.prefix = model, model.metadata.get("general.architecture")
 
     def has(self, name: str) -> bool:
-        return self._model.metadata.get(f"{self.prefix}.{name}") is not None
+        """Whether a number is given; 0 says that the model has no such thing."""
+        return self._model.metadata.get(f"{self.prefix}.{name}") not in (None, 0)
 
     def __call__(self, name: str, default: int | None = None) -> int:
         value = self._get(name, default)

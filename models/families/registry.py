@@ -26,7 +26,7 @@ def family_of(config: ConfigFile) -> Family:
     Raises:
         UserError: neither is there, they do not agree, or no family has them.
     """
-    architectures, model_type = config.get("architectures"), config.get("model_type")
+    architectures, model_type = config.get("architectures") or None, config.get("model_type")
     if architectures is None and model_type is None:
         raise UserError(f"{config.path}: expected architectures or model_type, found neither; give a model of {_NAMES}")
     families = [family for family in FAMILIES if model_type in (None, family.model_type)]

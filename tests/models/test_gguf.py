@@ -135,9 +135,22 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"biases": (*QKV, "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")},
         {"attention_bias": True, "mlp_bias": True},
     ),
-    "Mistral": ({}, {"sliding_window": None}),
+    "Llama with linear RoPE": (
+        {"metadata": {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}},
+        {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+    ),
+    "Llama with yarn": (
+        {"metadata": {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}},
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}},
+    ),
+    "Mistral": ({"metadata": {"attention.sliding_window": 0}}, {"sliding_window": None}),
+    "Mistral with a window": ({"metadata": {"attention.sliding_window": 16}}, {"sliding_window": 16}),
     "Qwen2": ({"arch": "qwen2", "biases": QKV}, {}),
     "Qwen3": ({"arch": "qwen3"}, {}),
+    "Qwen3 with yarn": (
+        {"arch": "qwen3", "metadata": {"rope.scaling.type": "yarn", "rope.scaling.factor": 2.0}},
+        {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 512}},
+    ),
 }
 
 

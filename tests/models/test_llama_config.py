@@ -187,6 +187,7 @@ def test_expected_tensors_have_the_published_number_of_parameters(name: str, par
         ({"architectures": ["LLaMAForCausalLM"]}, {"qkv_bias": False}),
         ({"architectures": ["LLaMAForCausalLM"], "model_type": None}, {"num_layers": 32}),
         ({"architectures": None}, {"num_layers": 32}),
+        ({"architectures": []}, {"num_layers": 32}),
         ({"attention_bias": True}, {"qkv_bias": True, "o_bias": True, "mlp_bias": False}),
         ({"mlp_bias": True}, {"qkv_bias": False, "o_bias": False, "mlp_bias": True}),
         ({"sliding_window": 128}, {"sliding_window": None}),
