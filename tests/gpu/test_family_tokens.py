@@ -138,3 +138,47 @@ def test_several_ranks_give_the_tokens_of_transformers(num_ranks: int, case: str
             expected = clear_tokens(reference, ids)
             assert row["tokens"][0][: len(expected)] == expected
             assert row["cuda_graph"]
+
+
+PAIRS = [
+    ("qwen3-biases", "turbo4"),
+    ("llama-biases", "turboquant3"),
+    ("phi3-partial", "bf16"),
+    ("mistral-window", "bf16"),
+]
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.gpu
+@needs(2)
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("case", "codec"), PAIRS)
+def test_a_pair_gives_the_clear_tokens_and_verdicts_of_simulated(case: str, codec: str, tmp_path: Path) -> None:
+    """Captured, over both kinds of link, with layers that are accepted and layers that are not."""
+    model = tmp_path / "model"
+    sizes: dict[str, Any] = {"hidden_size": 256} if case.startswith("phi3") else {"head_dim": 64}
+    window = {"sliding_window": 345} if case == "mistral-window" else {}  # begins within the sink
+    save_family(model, case, num_hidden_layers=2, scale=0.15, **sizes, **window)
+    batches = [[prompt(length)] for length in (360, 400, 480)]
+    shared = {"model": str(model), "dtype": "fp32", "kv_cache": codec}
+    jobs = {1: {"simulated": {}}, 2: {name: run for name, run in RUNS.items() if "paired" in name}}
+    found: dict[str, list[dict[str, Any]]] = {}
+    for num_ranks, named in jobs.items():
+        runs = [
+            {"name": name, "engine": shared | run | {"speculation": {"mode": name.split()[0], "predictor": "window",
+             "always": True}}, "sampled": False, "long": False, "thresholds": ["0.2"], "leads": num_ranks == 1}
+            for name, run in named.items()
+        ]  # fmt: skip
+        found |= run_gpu_worker(num_ranks, {"runs": runs, "batches": batches, "max_new_tokens": 16}, tmp_path)
+    verdicts, compared = set(), 0
+    for name in jobs[2]:
+        for row, expected in zip(found[name], found["simulated"], strict=True):
+            clear = unclear_place(expected["leads"][0], LEAD)
+            assert row["tokens"][0][:clear] == expected["tokens"][0][:clear]
+            hits = expected["hits"][: max(clear - 1, 0)]
+            assert row["hits"][: len(hits)] == hits
+            assert row["cuda_graph"]
+            verdicts |= {hit for step in hits for layer in step for hit in layer}
+            compared += clear
+    assert verdicts == {0, 1}
+    assert compared > 20
