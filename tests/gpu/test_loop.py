@@ -182,6 +182,32 @@ def test_a_device_that_pauses_inside_a_step_changes_nothing_but_time(
         assert result["seconds"] > PAUSES_S, case
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("ranks", "transport"),
+    [
+        *((2, transport) for transport in TRANSPORTS),
+        *(pytest.param(4, name, marks=four) for name in ("symm", "symm+nccl")),
+    ],
+)
+def test_thousands_of_verdicts_with_delays_lose_no_token(ranks: int, transport: str) -> None:
+    """Each rank of a pair in turn: its host is late at random, and its device pauses in every step."""
+    with job(ranks, [WORKER, "paired", transport, "swaps"]) as process:
+        code, out, error = outcome(process, timeout_s=500)
+    assert code == 0, error[-2000:]
+    report = next(json.loads(line) for line in out.splitlines() if line.startswith("{"))
+    assert report["graph"]
+    assert report["transport"] == transport
+    plain, *disturbed = report["results"]
+    verdicts = [hit for step in plain["hits"] for layer in step for hit in layer]
+    assert min(verdicts.count(0), verdicts.count(1)) > 1000
+    assert sorted(result["rank"] for result in disturbed) == sorted([*range(ranks)] * 2)
+    for result in disturbed:
+        assert result["tokens"] == plain["tokens"], (result["rank"], result["places"])
+        assert result["hits"] == plain["hits"], (result["rank"], result["places"])
+        assert result["seconds"] > plain["seconds"] + 1, "it was not disturbed"
+
+
 @pytest.mark.parametrize(
     ("mode", "transport"),
     fast(

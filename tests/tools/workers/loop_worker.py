@@ -34,7 +34,7 @@ SPOILT_LAYERS = {"off": 3, "paired": 2}  # if all layers accept, rank 1 of a pai
 # Long enough that `A~` leaves tokens out: layers accept and reject.
 _ids = random.Random(3)
 PROMPT = [_ids.randrange(6, 4000) for _ in range(500)]
-CAPACITY = 600
+CAPACITY, LONG_CAPACITY = 600, 1300
 GREEDY = SamplingConfig(max_new_tokens=20, ignore_eos=True)
 SAMPLED = SamplingConfig(max_new_tokens=20, ignore_eos=True, temperature=0.8, seed=1)
 PAUSE_CYCLES = 2 * 10**7  # 10 ms at 2 GHz
@@ -46,6 +46,8 @@ def main() -> int:
     try:
         own, _, pair = transport.partition("+")
         speculation = {"mode": "off" if mode == "rounds" else mode, "always": True}
+        if cases == "swaps":
+            speculation["predictor"] = "window"
         config = {"speculation": speculation, "dtype": "fp32"}
         if mode == "rounds":
             config |= {"draft": "ngram", "draft_always": True}
@@ -76,10 +78,10 @@ def delay(engine: Engine) -> None:
     _report(engine, "delay", results[1:])
 
 
-def _timed(engine: Engine) -> dict:
-    engine.prepare(GREEDY)
+def _timed(engine: Engine, sampling: SamplingConfig = GREEDY) -> dict:
+    engine.prepare(sampling)
     started = time.monotonic()
-    for _ in engine.stream(PROMPT, GREEDY):
+    for _ in engine.stream(PROMPT, sampling):
         pass
     seconds, generation = time.monotonic() - started, engine.generation
     hits = [step_hits.int().tolist() for step_hits in generation.hits]
@@ -92,12 +94,12 @@ def _report(engine: Engine, case: str, results: list) -> None:
         print(json.dumps({"case": case, "results": results} | settings), flush=True)
 
 
-def _late(step, step_s):
-    """A rank whose host is slow at random, by up to 0.1 s and three times what a step takes."""
+def _late(step, step_s, pauses_s=(0.0, 0.03, 0.1)):
+    """A rank whose host is slow at random: by one of `pauses_s`, and up to three times what a step takes."""
     pauses = random.Random(1)
 
     def late_step(*args):
-        time.sleep(pauses.choice([0.0, 0.03, 0.1]) + pauses.choice([0.0, 3 * step_s]))
+        time.sleep(pauses.choice(pauses_s) + pauses.choice([0.0, 3 * step_s]))
         return step(*args)
 
     return late_step
@@ -122,6 +124,25 @@ def pause(engine: Engine) -> None:
     engine._choices = choices
     engine.load(1, CAPACITY)  # as configured again: captured, without a pause
     _report(engine, "pause", results)
+
+
+def swaps(engine: Engine) -> None:
+    """A long text undisturbed; then, with each rank twice, one host late now and then and its device pausing."""
+    long = SamplingConfig(max_new_tokens=LONG_CAPACITY - len(PROMPT), ignore_eos=True, temperature=1.3, seed=2)
+    engine.load(1, LONG_CAPACITY)
+    torch.cuda._sleep(1)
+    engine.transport.synchronize()
+    results = [_timed(engine, long)]
+    for run in range(2 * engine.placement.world_size):
+        rank = run % engine.placement.world_size
+        is_here, places = engine.placement.rank == rank, []
+        engine.load(1, LONG_CAPACITY)  # nothing is captured yet
+        decode_step = engine.decode_step
+        issue = _pausing(decode_step._launch_kernels, random.Random(run), is_here, places)
+        late = _late(decode_step.step, 0.0, (0.0,) * 9 + (0.03,)) if is_here else decode_step.step
+        with mock.patch.object(decode_step, "_launch_kernels", issue), mock.patch.object(decode_step, "step", late):
+            results.append(_timed(engine, long) | {"rank": rank, "places": places})
+    _report(engine, "swaps", results)
 
 
 def _pausing(
@@ -235,7 +256,7 @@ def broken(engine: Engine) -> None:
             break
 
 
-WORK = {"broken": broken, "delay": delay, "pause": pause, "lost": lost, "nan": nan, "endless": endless}
+WORK = {"broken": broken, "delay": delay, "pause": pause, "swaps": swaps, "lost": lost, "nan": nan, "endless": endless}
 
 if __name__ == "__main__":
     sys.exit(main())
