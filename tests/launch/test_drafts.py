@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tiers import fast
 
 from alspec import Engine
@@ -335,6 +336,22 @@ def test_evaluate_measures_drafts(
             # 63 tokens behind the first: 21 rounds of three, in each of two windows.
             assert (row["value"], details["accepted_histogram"]) == (3.0, [0, 0, 42])
             assert details["accepted_by_place"] == [1.0, 1.0]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_forced_acceptance(tmp_path: Path) -> None:
+    """The bundled model, captured: of 0, 0.5 and 1 of the drafts, so many tokens are kept, and rows say so."""
+    rows, flags = tmp_path / "rows.jsonl", ("--draft", "self", "--draft-tokens", 3, "--draft-always")
+    measured = ("--contexts", 600, "--steps", 100, "--acceptances", "0,0.5,1", "--rows", rows)
+    assert latency.main([str(flag) for flag in (*flags, *measured)]) == 0
+    found = [json.loads(line) for line in rows.read_text().splitlines()]
+    assert [row["case"]["acceptance"] for row in found] == [0.0, 0.5, 1.0]
+    for row, least, most in zip(found, (1.0, 1.5, 3.9), (1.0, 2.3, 4.0), strict=True):
+        # At 0.5: 1 + 1/2 + 1/4 + 1/8 tokens a round on average.
+        assert least <= row["tokens_per_step"] <= most
+        assert row["case"]["cuda_graph"]
+        assert row["tokens_per_s"] == pytest.approx(row["tokens_per_step"] / row["us"]["p50"] * 1e6, rel=0.2)
 
 
 def test_texts_that_part_from_plain_steps_are_counted(checkpoint: Path) -> None:
