@@ -40,7 +40,7 @@ def test_tokens_rounds_and_cache_are_those_of_eager_rounds(
     turbo_folder: Path, make_prompt: Any, drafter: str, codec: str, how: str, num_drafts: int
 ) -> None:
     """Texts begin before the end of a block, and cross into the next one. Not all prompts find drafts."""
-    # Eager steps round some sums to another code.
+    # Sums that eager steps round otherwise become another code now and then.
     prompts = [(make_prompt(9, seed=3) * 10)[:70], make_prompt(60, seed=65)]
     sampling = SamplingConfig(**{"max_new_tokens": NEW_TOKENS, "ignore_eos": True, "logit_bias": FEW_TOKENS} | HOW[how])
     lengths = [len(ids) + NEW_TOKENS - 1 for ids in prompts]
@@ -60,9 +60,10 @@ def test_tokens_rounds_and_cache_are_those_of_eager_rounds(
         for found, right in zip(cached(engine, lengths), cache, strict=True):
             if found.dtype == torch.float32:
                 torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-5)
+            elif found.dtype == torch.int8:
+                assert (found.int() - right.int()).abs().max() <= 1, "codes of the tail"
             else:
-                assert (found != right).sum() <= 0.02 * found.numel(), "codes of the tail, or words of four and eight"
-                assert found.dtype != torch.int8 or (found.int() - right.int()).abs().max() <= 1
+                assert (found != right).sum() <= 0.05 * found.numel(), "words of several codes"
         for answer, right in zip(engine.generation.completions(), logprobs, strict=True):
             assert (answer.logprobs is None) == (right is None)
             for own, other in zip(answer.logprobs or [], right or [], strict=True):
