@@ -25,13 +25,13 @@ from alspec.runtime.cache.codecs import cache_name, check_codec, check_softmax, 
 from alspec.runtime.engine.composition import keeps_context, recalled_blocks
 from alspec.runtime.engine.drafting import (
     check_draft_tokenizer,
-    copied_weights,
+    draft_config_with_weights,
+    draft_copy_config,
     draft_model_config,
-    kept_draft_model,
     round_size,
 )
-from alspec.runtime.engine.kept_weights import with_weights
 from alspec.runtime.engine.memory import DTYPES, GIB, check_max_context, plan_memory
+from alspec.runtime.engine.weight_settings import config_with_weights
 from alspec.runtime.profiling.forced_verdicts import ForcedVerdicts, read_layer_rates
 from alspec.runtime.profiling.predicted_costs import (
     LINK_BYTES,
@@ -162,13 +162,13 @@ def print_plan(config: GenerateConfig, settings: PlanSettings) -> None:
     dtype = DTYPES[config.dtype or model.dtype]
     context = config.max_context or model.longest_context
     packs = dtype.itemsize == 2
-    named = with_weights(config, model, 1, packs)
+    named = config_with_weights(config, model, 1, packs)
     weights = weights_name(named, 1, config.dtype or model.dtype)
     weights = weights if named.quantised_as is None else f"weights {weights}"
     draft_model = draft_model_config(config)
     check_draft_tokenizer(config, model, draft_model)
-    copied = copied_weights(config, named, 1, packs)
-    small = kept_draft_model(config, draft_model, 1, packs)
+    copied = draft_copy_config(config, named, 1, packs)
+    small = draft_config_with_weights(config, draft_model, 1, packs)
     drafter = config.draft if copied is None else f"{config.draft} and its {copied.quantised_as} copy"
     if small is not None and small.quantised_as is not None:
         drafter += f" in {small.quantised_as}"
@@ -202,8 +202,8 @@ def print_plan(config: GenerateConfig, settings: PlanSettings) -> None:
             run_mode = "off" if mode.num_groups == 1 else "paired"
             recalled, keeps = recalled_blocks(config, run_mode), keeps_context(config, run_mode)
             try:
-                kept = with_weights(config, model, tp_size, packs)
-                rounds = round_size(config, kept_draft_model(config, draft_model, tp_size, packs))
+                kept = config_with_weights(config, model, tp_size, packs)
+                rounds = round_size(config, draft_config_with_weights(config, draft_model, tp_size, packs))
                 plan = plan_memory(
                     kept, shard, dtype, 1, context, config.kv_cache, "cuda", config.kv_protect, recalled, rounds, keeps
                 )

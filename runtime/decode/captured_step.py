@@ -206,7 +206,7 @@ class CapturedStep:
     def launch_missing(self, launched: int, kinds: str) -> None:
         """Launch what other ranks have launched: each step needs all ranks. See `DecodeStep.launch_missing`."""
         while self._main.graph is not None and self._launched < launched:
-            is_alone = kinds[self._launched - launched] == ALONE
+            is_alone = kinds[self._launched - launched] == ALONE  # kinds[-1] is that of step `launched`
             self._launch(self._alone if is_alone and self._alone is not None else self._main)
 
     def _next_kind(self) -> StepKind:

@@ -17,11 +17,11 @@ from torch import Tensor
 from alspec.config import SamplingConfig
 from alspec.kernels.sampling.logprobs import Logprobs
 
-__all__ = ["RECENT_STEPS", "WARM_UP_TOKENS", "DecodeStep", "StepRecord", "warm_up"]
+__all__ = ["RECENT_STEPS", "WARM_UP_TOKENS", "DecodeStep", "StepRecord", "warm_up_steps"]
 
-RECENT_STEPS = 8  # `recent_kinds` tells as many: more than one rank launches ahead of another
+RECENT_STEPS = 8  # `recent_kinds` tells as many: a rank is never so many launches behind another
 
-WARM_UP_TOKENS = 2  # tokens behind those that are kept, of the step that `warm_up` runs; a cache must have room
+WARM_UP_TOKENS = 2  # tokens behind those that are kept, of the step that `warm_up_steps` runs; a cache must have room
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,8 @@ class DecodeStep(Protocol):
         """Set each request's newest token, and its length with this token.
 
         Args:
-            seen: [B, V] int32, the tokens of the prompts, for penalties; see `tokens_seen`. The step may change it.
+            seen: [B, V] int32, for penalties: 1 for a token of the prompt, plus 2 for each time in the answer
+                (kernels/sampling/adjustment.py). The step may change it.
             prompts: the tokens before the newest one, for drafts. Their last queries are in `prompt_queries`, and
                 choose the first recall lists. Default: not known; the first step recalls no block.
         """
@@ -125,7 +126,7 @@ class DecodeStep(Protocol):
         """Destroy the graph. Call it before the graph's buffers and process groups are freed."""
 
 
-def warm_up(step: DecodeStep, kept: Sequence[int], remaining: int) -> None:
+def warm_up_steps(step: DecodeStep, kept: Sequence[int], remaining: int) -> None:
     """Run one step behind the kept tokens of each request, so that its kernels are compiled.
 
     Args:

@@ -136,7 +136,7 @@ class LaunchContext:
     # [B, M] int64: where the paired rank reads this layer's k and v, and the next layer's x; over a link, what is sent.
     inbox: Tensor | None = None
     next_inbox: Tensor | None = None
-    like_gated: bool = False  # the bits of launches with gates, as the other group has them
+    like_gated: bool = False  # take the kernel variant of launches with gates, for the bits that the other group has
 
 
 @dataclass
@@ -215,28 +215,28 @@ class Decoder:
             with operation("post_attention", layer):
                 self.post_attention(layer)
 
-    def _branch(self, layer: int) -> LaunchContext:
-        """Return the default branch of a layer."""
+    def _launch_context(self, layer: int) -> LaunchContext:
+        """Gates, all-reduce and inboxes of a layer's launches, for subclasses to override."""
         return LaunchContext(self.exchange, self.all_reduce)
 
-    def pre_attention(self, layer: int, branch: LaunchContext | None = None) -> None:
+    def pre_attention(self, layer: int) -> None:
         """Launch QKV, RoPE and append; with norms of heads, these are a second launch.
 
         The all-reduce before them is part of `post_attention` here.
         """
-        buffers, weights, branch = self.buffers, self.weights.layers[layer], branch or self._branch(layer)
+        buffers, weights, context = self.buffers, self.weights.layers[layer], self._launch_context(layer)
         k, v, _ = self.cache.newest(layer)
-        eps, gate, quantised = self.config.rms_norm_eps, branch.pre_attention_gate, self.cache.quantised(layer)
-        is_ring, epoch = self.cache.is_ring(layer), branch.exchange.epoch
+        eps, gate, quantised = self.config.rms_norm_eps, context.pre_attention_gate, self.cache.quantised(layer)
+        is_ring, epoch = self.cache.is_ring(layer), context.exchange.epoch
         self.products.qkv_rope_append(
             buffers.x_norm, buffers.square_sums, weights.qkv, buffers.rope, buffers.seq_lens, buffers.q, k, v, eps,
-            gate, quantised, branch.inbox, epoch, is_ring, weights.qkv_bias, buffers.raw,
+            gate, quantised, context.inbox, epoch, is_ring, weights.qkv_bias, buffers.raw,
         )  # fmt: skip
         if weights.q_norm is not None and weights.k_norm is not None:
             assert buffers.raw is not None
             norm_rope_append(
                 buffers.raw, weights.q_norm, weights.k_norm, buffers.rope, buffers.seq_lens, buffers.q, k, v,
-                self.config.hidden_size, eps, gate, quantised, branch.inbox, epoch, is_ring,
+                self.config.hidden_size, eps, gate, quantised, context.inbox, epoch, is_ring,
             )  # fmt: skip
 
     def attention(self, layer: int) -> None:
@@ -249,21 +249,29 @@ class Decoder:
             buffers.attn_out, buffers.lse, prefetch_before_wait=not cache.is_ring(layer),
         )  # fmt: skip
 
-    def post_attention(self, layer: int, branch: LaunchContext | None = None) -> None:
+    def post_attention(self, layer: int) -> None:
         """o, all-reduce, MLP, all-reduce."""
-        buffers, weights, branch = self.buffers, self.weights.layers[layer], branch or self._branch(layer)
-        o_gate, mlp_gate, next_gate = branch.o_gate, branch.mlp_gate, branch.pre_attention_gate
+        buffers, weights, context = self.buffers, self.weights.layers[layer], self._launch_context(layer)
+        o_gate, mlp_gate, next_gate = context.o_gate, context.mlp_gate, context.pre_attention_gate
         post_norm, next_norm = self._gammas[layer]
         self._row_parallel(
-            2 * layer, buffers.attn_out.flatten(1), weights.o, weights.o_bias, post_norm, branch, o_gate, mlp_gate, None
+            2 * layer,
+            buffers.attn_out.flatten(1),
+            weights.o,
+            weights.o_bias,
+            post_norm,
+            context,
+            o_gate,
+            mlp_gate,
+            None,
         )
         self.products.gate_up_silu(
             buffers.x_norm, buffers.square_sums, weights.gate_up, buffers.mlp, self.config.rms_norm_eps, mlp_gate,
-            weights.gate_up_bias, branch.like_gated,
+            weights.gate_up_bias, context.like_gated,
         )  # fmt: skip
         self._row_parallel(
-            2 * layer + 1, buffers.mlp, weights.down, weights.down_bias, next_norm, branch, mlp_gate, next_gate,
-            branch.next_inbox,
+            2 * layer + 1, buffers.mlp, weights.down, weights.down_bias, next_norm, context, mlp_gate, next_gate,
+            context.next_inbox,
         )  # fmt: skip
 
     def _row_parallel(
@@ -273,16 +281,16 @@ class Decoder:
         weight: Tensor | DecodeWeight,
         bias: Tensor | None,
         gamma: Tensor,
-        branch: LaunchContext,
+        context: LaunchContext,
         gate: Tensor | None,
         next_gate: Tensor | None,
         inbox: Tensor | None,
     ) -> None:
         """Launch a row-parallel product (o or down), its all-reduce, then residual and norm."""
-        buffers, exchange, verdict = self.buffers, branch.exchange, branch.verdict
+        buffers, exchange, verdict = self.buffers, context.exchange, context.verdict
         self.products.push_partial(act, weight, exchange, reduce_index, gate, bias)
         if exchange.packets is None:
-            branch.all_reduce(exchange.partial)
+            context.all_reduce(exchange.partial)
         timeout_ns = self.first_timeout_ns if reduce_index == 0 else self.timeout_ns
         next_gate = None if verdict is None else next_gate
         reduce_norm(

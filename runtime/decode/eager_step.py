@@ -25,7 +25,7 @@ from alspec.kernels.sampling.logprobs import Logprobs, logprobs_ref
 from alspec.models.llama import Llama
 from alspec.priority import INITIAL_PRIORITY, after_handover, after_verdict, sender, skips_compute
 from alspec.runtime.cache.codecs import Cache
-from alspec.runtime.decode.decode_step import StepRecord, warm_up
+from alspec.runtime.decode.decode_step import StepRecord, warm_up_steps
 from alspec.runtime.decode.eager_sampling import sample, starting_counts
 from alspec.runtime.decode.hooks import OperationHook
 from alspec.runtime.distributed.transport import PairMessage, Transport
@@ -161,7 +161,7 @@ class EagerStep:
         """On a GPU, run one step the first time, to compile its kernels. See `DecodeStep.prepare`."""
         self._sampling = sampling
         if not self._is_warm:
-            warm_up(self, kept or [0] * self._cache.batch_size, 1)
+            warm_up_steps(self, kept or [0] * self._cache.batch_size, 1)
             self._is_warm = True
         return 0
 

@@ -3,7 +3,7 @@
     verifier                                         speculator
     pre-attention       k, v -> its message          choose, take     from layer 1 on: its own x, or the verifier's
     attention           A, dist2, norm2              pre-attention
-    decide              verdict; is x here?          attention        A~ alone
+    decide              verdict; has x come?         attention        A~ alone
     predict             [accepted, x is not here] A~ by the speculator's launch: the same bits in both groups
     take                [x is here] x of it          post-attention   x -> its message
     post-attention      [if x was not taken] on A~ or A
@@ -119,19 +119,19 @@ class LinkedDecoder(Decoder):
 
 @dataclass
 class Verifier(LinkedDecoder):
-    """The group whose text it is. No layer of it waits for a message."""
+    """Group 0: its x and cache decide the text. None of its layers waits for a message."""
 
     def run_layers(self, operation: OperationHook) -> None:
         """As `Decoder`; at the end x leaves in a message of its own."""
         super().run_layers(operation)
         self.link.send(self.pair.outbox[-1])
 
-    def pre_attention(self, layer: int, branch: LaunchContext | None = None) -> None:
+    def pre_attention(self, layer: int) -> None:
         """As `Decoder`; then the layer's message is complete and leaves."""
-        super().pre_attention(layer, branch)
+        super().pre_attention(layer)
         self.link.send(self.pair.outbox[layer])
 
-    def _branch(self, layer: int) -> LaunchContext:
+    def _launch_context(self, layer: int) -> LaunchContext:
         pair, gate = self.pair, self.pair.computes(layer)
         return LaunchContext(
             self.exchange, self.all_reduce, gate, gate, inbox=pair.written(layer), next_inbox=pair.written(layer + 1)
@@ -183,18 +183,18 @@ class Speculator(LinkedDecoder):
         with operation("agree", self.config.num_layers):
             self._choose(self.config.num_layers)
 
-    def pre_attention(self, layer: int, branch: LaunchContext | None = None) -> None:
+    def pre_attention(self, layer: int) -> None:
         """As `Decoder`, on its own x or the verifier's; both begin with the embedding."""
         if layer > 0:
             self._choose(layer)
-        super().pre_attention(layer, branch)
+        super().pre_attention(layer)
 
-    def post_attention(self, layer: int, branch: LaunchContext | None = None) -> None:
+    def post_attention(self, layer: int) -> None:
         """As `Decoder`; then the layer's message is complete and leaves."""
-        super().post_attention(layer, branch)
+        super().post_attention(layer)
         self.link.send(self.pair.outbox[layer])
 
-    def _branch(self, layer: int) -> LaunchContext:
+    def _launch_context(self, layer: int) -> LaunchContext:
         return LaunchContext(self.exchange, self.all_reduce, next_inbox=self.pair.written(layer), like_gated=True)
 
     def attention(self, layer: int) -> None:

@@ -70,7 +70,7 @@ class PairedDecoder(Decoder):
         with operation("agree", self.config.num_layers):
             self.finish_layers()
 
-    def _branch(self, layer: int) -> LaunchContext:
+    def _launch_context(self, layer: int) -> LaunchContext:
         gate, inbox = self.pair.gate, self.pair.peer_inbox
         verdict = self.pair.own_verdict(layer) if self.stops_early else None
         return LaunchContext(

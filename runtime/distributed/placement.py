@@ -234,7 +234,7 @@ def choose_device(config: EngineConfig, placement: Placement) -> tuple[torch.dev
 
 
 def peer_memory_candidates(
-    config: EngineConfig, mode: str, num_peers: int, has_decoder: bool
+    config: EngineConfig, mode: str, num_peers: int, has_fused_step: bool
 ) -> tuple[PeerMemory, ...]:
     """Peer memories to try for LL packets, best first; empty if the fused kernels of a step do not decode.
 
@@ -242,7 +242,7 @@ def peer_memory_candidates(
         config: names the transports.
         mode: speculation mode in use, for the message.
         num_peers: ranks that exchange results.
-        has_decoder: the fused kernels decode.
+        has_fused_step: a whole step runs as fused kernels.
     Raises:
         UserError: the transport names a peer memory, and the fused kernels do not decode.
     """
@@ -250,12 +250,12 @@ def peer_memory_candidates(
     candidates = PEER_MEMORIES.get(requested, ())
     if requested == "auto" and config.pair_transport in PEER_MEMORIES:
         candidates = PEER_MEMORIES[config.pair_transport]
-    if requested != "auto" and candidates and not has_decoder:
+    if requested != "auto" and candidates and not has_fused_step:
         raise UserError(
             f"transport: {requested} is not available with speculation {mode}; "
             "use --speculation off or paired, or --transport nccl"
         )
-    return candidates if has_decoder and num_peers > 1 else ()
+    return candidates if has_fused_step and num_peers > 1 else ()
 
 
 def gpus_without_access(gpus: Sequence[int]) -> list[tuple[int, int]]:
@@ -271,14 +271,14 @@ def why_no_peers(gpus: Sequence[int]) -> str:
     return f"GPU {without[0][0]} cannot reach GPU {without[0][1]}" if without else ""
 
 
-def choose_graph(config: EngineConfig, mode: str, device: torch.device, has_decoder: bool, trace: bool) -> bool:
+def choose_graph(config: EngineConfig, mode: str, device: torch.device, has_fused_step: bool, trace: bool) -> bool:
     """Decide whether steps are captured in CUDA graphs, which needs the fused kernels.
 
     Args:
         config: its `cuda_graph` is on, off or auto.
         mode: speculation mode in use, for the message.
         device: where the model runs.
-        has_decoder: the fused kernels decode.
+        has_fused_step: a whole step runs as fused kernels.
         trace: operations are timed one by one.
     Raises:
         UserError: `on` without a GPU, without the fused kernels, or with a trace.
@@ -286,8 +286,8 @@ def choose_graph(config: EngineConfig, mode: str, device: torch.device, has_deco
     if config.cuda_graph == "on":
         if device.type != "cuda":
             raise UserError("cuda_graph: on needs a GPU, and this runs on the CPU; use auto or off")
-        if not has_decoder:
+        if not has_fused_step:
             raise UserError(f"cuda_graph: on is not available with speculation {mode}; use auto or off")
         if trace:
             raise UserError("cuda_graph: on excludes trace, which times operations launched one by one; use off")
-    return config.cuda_graph != "off" and not trace
+    return has_fused_step and device.type == "cuda" and config.cuda_graph != "off" and not trace

@@ -50,9 +50,9 @@ _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tenso
 REASON_BYTES = 200  # length of a text in `first_reason`
 
 MAX_GATHERED = 4  # up to this many ranks, 16-bit partial sums are gathered
-# The residual stream of a prompt is spread over the ranks from this many tokens and ranks on. With fewer tokens, two
-# collectives take longer than one. Two ranks would receive the same bytes either way. With at least T (T - 1) tokens,
-# every rank has some.
+# Sequence parallelism (Megatron): the residual stream of a prompt is spread over the ranks from this many tokens and
+# ranks on. With fewer tokens, two collectives take longer than one. Two ranks would receive the same bytes either way.
+# With at least T (T - 1) tokens, every rank has some.
 LEAST_SPREAD, FEWEST_SPREADING = 1024, 3
 
 
@@ -215,7 +215,7 @@ class Transport:
         return self.all_reduce(partial.float())[None]
 
     def own_tokens(self, num_tokens: int) -> range:
-        """Return which tokens' residual stream this rank keeps: an equal part, or all tokens of a short prompt."""
+        """Tokens whose residual stream this rank keeps (sequence parallelism): an equal part, or all of few."""
         placement = self.placement
         if placement.tp_size < FEWEST_SPREADING or num_tokens < LEAST_SPREAD:
             return range(num_tokens)

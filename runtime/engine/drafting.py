@@ -29,18 +29,18 @@ from alspec.runtime.decode.rounds.row_forward import RowForward
 from alspec.runtime.distributed.placement import PeerMemory
 from alspec.runtime.distributed.transport import Transport
 from alspec.runtime.engine.composition import Choices, most_rows
-from alspec.runtime.engine.kept_weights import with_weights
 from alspec.runtime.engine.loading import open_model, read_weights
 from alspec.runtime.engine.memory import RoundSize
 from alspec.runtime.engine.round_composition import build_captured_rounds
+from alspec.runtime.engine.weight_settings import config_with_weights
 from alspec.runtime.profiling.predicted_costs import DRAFT_LAYER_US, rows_us, step_us
 
 __all__ = [
     "Drafting",
     "check_draft_tokenizer",
-    "copied_weights",
+    "draft_copy_config",
     "draft_model_config",
-    "kept_draft_model",
+    "draft_config_with_weights",
     "round_size",
 ]
 
@@ -67,11 +67,13 @@ def _naming_draft() -> Iterator[None]:
         raise UserError(f"draft: {error}") from None
 
 
-def kept_draft_model(config: EngineConfig, model: LlamaConfig | None, tp_size: int, packs: bool) -> LlamaConfig | None:
+def draft_config_with_weights(
+    config: EngineConfig, model: LlamaConfig | None, tp_size: int, packs: bool
+) -> LlamaConfig | None:
     """The smaller model with what `--draft-weights` means for its weights; None without one.
 
     Args:
-        model: of `draft_model_config`.  tp_size, packs: as for `with_weights`.
+        model: of `draft_model_config`.  tp_size, packs: as for `config_with_weights`.
     Raises:
         UserError: weights that are quantised already, or inputs that cannot be divided into groups.
     """
@@ -82,15 +84,15 @@ def kept_draft_model(config: EngineConfig, model: LlamaConfig | None, tp_size: i
 
 
 def _with_draft_weights(settings: EngineConfig, model: LlamaConfig, tp_size: int, packs: bool) -> LlamaConfig:
-    """As `with_weights`, whose errors are about `--weights`."""
+    """As `config_with_weights`, whose errors are about `--weights`."""
     try:
-        return with_weights(settings, model, tp_size, packs)
+        return config_with_weights(settings, model, tp_size, packs)
     except UserError as error:
         raise UserError(f"draft_{error}") from None
 
 
 def round_size(config: EngineConfig, draft_model: LlamaConfig | None) -> RoundSize | None:
-    """What rounds need in memory; None without drafts. draft_model: of `kept_draft_model`."""
+    """What rounds need in memory; None without drafts. draft_model: of `draft_config_with_weights`."""
     copied = config.draft_weights if config.draft == "self" else "auto"
     return None if config.draft == "off" else RoundSize(config.tokens_of_step, draft_model, copied)
 
@@ -133,7 +135,7 @@ class Drafting:
         settings, tp_size = draft_model_source(config), choices.placement.tp_size
         if settings is None or model is None:
             return cls(
-                config, target, choices, None, None, copied_weights(config, target, tp_size, choices.packs_weights)
+                config, target, choices, None, None, draft_copy_config(config, target, tp_size, choices.packs_weights)
             )
         with _naming_draft():
             model.check_tp_size(tp_size)
@@ -141,7 +143,13 @@ class Drafting:
             checkpoint, own = open_model(settings, model)
         if settings.random_weights is None:
             _check_tokenizers(config.draft, tokenizer, own)
-        return cls(config, target, choices, kept_draft_model(config, model, tp_size, choices.packs_weights), checkpoint)
+        return cls(
+            config,
+            target,
+            choices,
+            draft_config_with_weights(config, model, tp_size, choices.packs_weights),
+            checkpoint,
+        )
 
     @property
     def num_rows(self) -> int:
@@ -283,11 +291,11 @@ class Drafting:
         )
 
 
-def copied_weights(config: EngineConfig, target: LlamaConfig, tp_size: int, packs: bool) -> LlamaConfig | None:
+def draft_copy_config(config: EngineConfig, target: LlamaConfig, tp_size: int, packs: bool) -> LlamaConfig | None:
     """The model with the weights of `--draft-weights`, for `--draft self`; None without them.
 
     Args:
-        target: the model that verifies.  tp_size, packs: as for `with_weights`.
+        target: the model that verifies.  tp_size, packs: as for `config_with_weights`.
     Raises:
         UserError: the model's weights have no more bits than the copy, or cannot be divided into groups.
     """

@@ -7,9 +7,10 @@ Kept is what a prompt that is processed anew would write again:
   speculation. An accepted `A~` changes the keys and values of later layers, and a quantised cache cuts appended tokens
   to the range of the prompt. Such an answer is processed again as part of the next prompt.
 
-With passes that append rows (rounds/row_append.py), a prompt that begins with what a quantised cache holds, up to a
-token of the answer in its tail, keeps all of that, answers as decode steps wrote them: what follows is appended as they
-were. So a text keeps its cache if it ended in the middle of a round, with whose accepted drafts no prompt goes on.
+Passes that append rows (rounds/row_append.py) write a prompt's new tokens as decode steps do. With them a quantised
+cache keeps answers, too. The prompt may differ from what is held within the newest block, which is not quantised yet:
+those tokens are replaced. So a text keeps its cache if it ended in the middle of a round, whose accepted drafts the
+next prompt does not have.
 
 Nothing is kept for a prompt of another length, if its rotary frequencies depend on the length and differ.
 """

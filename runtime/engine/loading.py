@@ -32,7 +32,7 @@ from alspec.runtime.distributed.placement import Placement
 from alspec.runtime.distributed.transport import Transport
 from alspec.runtime.engine.composition import Choices
 
-__all__ = ["agreed_settings", "model_notices", "open_model", "read_weights", "take_device", "warm_up"]
+__all__ = ["agreed_settings", "model_notices", "open_model", "read_weights", "take_device", "warm_up_prompts"]
 
 
 def open_model(config: EngineConfig, model: LlamaConfig) -> tuple[Checkpoint | None, Tokenizer | None]:
@@ -102,7 +102,7 @@ def read_weights(
     return load_weights(checkpoint, model, placement.shard, dtype, device, turned)
 
 
-def warm_up(model: Llama, cache: Cache, transport: Transport, operation: OperationHook) -> None:
+def warm_up_prompts(model: Llama, cache: Cache, transport: Transport, operation: OperationHook) -> None:
     """Compile the kernels of prompts and load libraries before anything is timed; real prompts overwrite the cache."""
     # A whole prompt chunk for each group and one more behind it: that runs every kernel of a prompt.
     num_tokens = min(cache.max_context, 2 * CHUNK_TOKENS * transport.placement.num_groups)

@@ -31,10 +31,17 @@ from alspec.runtime.engine.generation import (
     max_total_tokens,
 )
 from alspec.runtime.engine.kept_prefix import KeptPrefix
-from alspec.runtime.engine.kept_weights import with_weights
-from alspec.runtime.engine.loading import agreed_settings, model_notices, open_model, read_weights, take_device, warm_up
+from alspec.runtime.engine.loading import (
+    agreed_settings,
+    model_notices,
+    open_model,
+    read_weights,
+    take_device,
+    warm_up_prompts,
+)
 from alspec.runtime.engine.memory import MemoryPlan, available_bytes, check_fits, check_max_context, with_append_rows
 from alspec.runtime.engine.round_composition import build_row_append
+from alspec.runtime.engine.weight_settings import config_with_weights
 from alspec.runtime.faults.bad_steps import fault_error
 from alspec.runtime.faults.heartbeat import LOADING, Heartbeat, pending_error
 from alspec.runtime.profiling.timeline import Timeline
@@ -87,7 +94,7 @@ class Resources:
         draft_model = draft_model_config(config)
         self._choices = composition.choose(config, self.model_config, trace, draft_model)
         tp_size = self._choices.placement.tp_size
-        self.model_config = with_weights(config, self.model_config, tp_size, self._choices.packs_weights)
+        self.model_config = config_with_weights(config, self.model_config, tp_size, self._choices.packs_weights)
         self._drafting = Drafting.open(config, self.model_config, draft_model, self.tokenizer, self._choices)
         self.mode, self.placement, self.device = self._choices.mode, self._choices.placement, self._choices.device
         self.dtype, self.dtype_name = self._choices.dtype, self._choices.dtype_name
@@ -223,7 +230,7 @@ class Resources:
         if self._append is not None:
             self._compile(self._append.prepare)
         if not self._is_warm:
-            warm_up(self.model, self.cache, self.connected(), self._operation)
+            warm_up_prompts(self.model, self.cache, self.connected(), self._operation)
             self._is_warm = True
 
     def _release(self) -> None:

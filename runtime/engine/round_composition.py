@@ -21,8 +21,13 @@ from alspec.runtime.decode.captured_step import CapturedStep
 from alspec.runtime.decode.decode_step import DecodeStep
 from alspec.runtime.decode.decoder import DecodeBuffers, Decoder
 from alspec.runtime.decode.hooks import OperationHook
+from alspec.runtime.decode.rounds.captured_drafters import (
+    CapturedDrafter,
+    CapturedModelDrafter,
+    CapturedNgramDrafter,
+    CapturedSelfDrafter,
+)
 from alspec.runtime.decode.rounds.captured_round import CapturedRoundStep, RoundKind
-from alspec.runtime.decode.rounds.device_drafters import DeviceDrafter, ModelDraftSteps, NgramDrafts, SelfDraftSteps
 from alspec.runtime.decode.rounds.draft_policy import DraftPolicy
 from alspec.runtime.decode.rounds.model_drafter import ModelDrafter
 from alspec.runtime.decode.rounds.row_append import RowAppend
@@ -119,28 +124,28 @@ def build_captured_rounds(
     recall = _recall_state(model, cache, transport, config.speculation.recalled) if config.draft == "self" else None
     chunk_size = config.speculation.chunk_size
 
-    def kind(rows: int, drafter: DeviceDrafter | None) -> RoundKind:
+    def kind(rows: int, drafter: CapturedDrafter | None) -> RoundKind:
         own = RoundRowBuffers.allocate(batch_size, rows, device)
         args = parts.decoder_arguments(batch_size * rows, own)
         return RoundKind(RowDecoder(**args, round_rows=own, recall=recall, chunk_size=chunk_size), drafter)
 
     plain, catch_up, short_context = kind(1, None), None, None
-    drafter: DeviceDrafter
+    drafter: CapturedDrafter
     if config.draft == "ngram":
-        drafter = NgramDrafts()
+        drafter = CapturedNgramDrafter()
     elif config.draft == "self":
         args = parts.decoder_arguments(batch_size)
         if draft_model is not None:
             products = choose_products(draft_model, transport.placement.tp_size, batch_size)
             args |= {"weights": draft_model.weights, "products": products}
-        drafter = SelfDraftSteps(DraftDecoder(**args, chunk_size=chunk_size, recall=recall))
+        drafter = CapturedSelfDrafter(DraftDecoder(**args, chunk_size=chunk_size, recall=recall))
     else:
         assert draft_model is not None
         assert draft_cache is not None
         own = _Builder(draft_model, draft_cache, transport, peer_memory, vocab_size, parts.first)
         two = RoundRowBuffers.allocate(batch_size, 2, device)
         first = RowDecoder(**own.decoder_arguments(2 * batch_size, two), round_rows=two)
-        drafter = ModelDraftSteps(first, Decoder(**own.decoder_arguments(batch_size)))
+        drafter = CapturedModelDrafter(first, Decoder(**own.decoder_arguments(batch_size)))
         short_context = draft_model.config.short_context
         if short_context is not None:
             short_context += 1  # its first step computes the token before the newest one again

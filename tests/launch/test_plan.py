@@ -20,8 +20,8 @@ from alspec.models.demo import DEMO_CHECKPOINT
 from alspec.models.llama import Shard
 from alspec.models.llama_config import LlamaConfig
 from alspec.runtime.cache.codecs import cache_bytes
-from alspec.runtime.engine.kept_weights import with_weights
 from alspec.runtime.engine.memory import GIB, plan_memory
+from alspec.runtime.engine.weight_settings import config_with_weights
 from alspec.runtime.profiling.forced_verdicts import drawn_verdicts, forced_verdicts, read_layer_rates
 from alspec.runtime.profiling.predicted_costs import LINK_US, link_costs, message_us, step_costs
 from alspec.runtime.profiling.predicted_costs import step_us as predicted_step_us
@@ -110,7 +110,7 @@ def test_predicted_step_of_quantised_weights_is_near_the_measured_one(row: dict[
     config = EngineConfig(
         random_weights=case["shape"], weights=case["weights"], lm_head=case.get("lm_head", "auto")
     )  # fmt: skip
-    model = with_weights(config, LlamaConfig.from_shape(case["shape"]), case["world"], packs=True)
+    model = config_with_weights(config, LlamaConfig.from_shape(case["shape"]), case["world"], packs=True)
     lengths = [case["context"]] * case["batch"]
     found = predicted_step_us(model, case["world"], torch.bfloat16, lengths, case["kv_cache"], 0)
     assert found == pytest.approx(row["us"]["p50"], rel=STEP_TOLERANCE)
@@ -355,7 +355,7 @@ def test_a_plan_leaves_out_ranks_whose_inputs_do_not_divide_into_groups(
     with pytest.raises(
         UserError, match=r"each of 8 ranks has 112 of down; valid sizes of one group: 1, 2, 4; or use fp8"
     ):
-        with_weights(config, LlamaConfig.from_folder(DEMO_CHECKPOINT), 8, packs=True)
+        config_with_weights(config, LlamaConfig.from_folder(DEMO_CHECKPOINT), 8, packs=True)
 
 
 def test_a_plan_names_a_drafting_copy_and_refuses_one_of_as_many_bits(capsys: pytest.CaptureFixture[str]) -> None:

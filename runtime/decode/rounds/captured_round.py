@@ -33,7 +33,7 @@ from alspec.runtime.decode.captured_choice import CapturedChoice, ChoiceKinds
 from alspec.runtime.decode.captured_step import capture_graph
 from alspec.runtime.decode.decode_step import RECENT_STEPS, StepRecord
 from alspec.runtime.decode.hooks import OperationHook, no_hook
-from alspec.runtime.decode.rounds.device_drafters import DeviceDrafter
+from alspec.runtime.decode.rounds.captured_drafters import CapturedDrafter
 from alspec.runtime.decode.rounds.draft_policy import DraftPolicy, texts_so_far
 from alspec.runtime.decode.rounds.row_decoder import RowDecoder
 from alspec.runtime.decode.step_ring import StepRing
@@ -50,7 +50,7 @@ class RoundKind:
     """One kind of round: its decoder, what drafts for it (None: a plain step), its graph and choice of tokens."""
 
     decoder: RowDecoder
-    drafter: DeviceDrafter | None = None
+    drafter: CapturedDrafter | None = None
     choice: CapturedChoice | None = None
     graph: torch.cuda.CUDAGraph | None = None
 
@@ -373,7 +373,9 @@ class CapturedRoundStep:
         This rank cannot choose their kinds: it may have read fewer rounds than the others when an interrupt came.
         """
         while self._plain.graph is not None and self._launched < launched:
-            letter = kinds[self._launched - launched]
+            letter = kinds[
+                self._launched - launched
+            ]  # kinds[-1] is that of step `launched`: the next one that is missing
             self._launch(self._plain if letter == PLAIN else self._drafting, letter == CAUGHT_UP)
 
     def release(self) -> None:

@@ -31,7 +31,7 @@ RESUME_MARGIN = 1.05  # a probe must pay by this factor
 REPEATED_TOKENS = 6  # shorter repetitions are common where nothing is copied: "on the other hand, the"
 
 
-class Trials(NamedTuple):
+class ProbeSchedule(NamedTuple):
     """How drafting is tried, in rounds and plain steps."""
 
     begins_with_probe: bool
@@ -40,9 +40,9 @@ class Trials(NamedTuple):
     longest_pause: int  # pauses double up to this
 
 
-BY_TIME = Trials(False, 4, 32, 128)
-BY_REPEATS = Trials(True, 3, 128, 512)
-FIRST_DEAF_STEPS = 16  # in which repetitions end no pause, after the first probe behind one that failed
+TIMED_PROBES = ProbeSchedule(False, 4, 32, 128)
+REPEAT_PROBES = ProbeSchedule(True, 3, 128, 512)
+FIRST_COOLDOWN_STEPS = 16  # in which repetitions end no pause, after the first probe behind one that failed
 HASH_FACTOR, HASH_MASK = 0x9E3779B97F4A7C15, 2**64 - 1
 
 
@@ -116,16 +116,16 @@ class DraftPolicy:
 
     def __init__(self, always: bool = False, repeats: RepeatedTexts | None = None) -> None:
         self._always, self._repeats = always, repeats
-        self._trials = BY_TIME if repeats is None else BY_REPEATS
+        self._schedule = TIMED_PROBES if repeats is None else REPEAT_PROBES
         self.begin()
 
     def begin(self, texts: Sequence[Sequence[int]] = ()) -> None:
         """A generation begins: draft. texts: token ids of each request up to here, where `repeats` looks."""
         self._recent: deque[tuple[float, float]] = deque(maxlen=WINDOW_ROUNDS)  # tokens and cost of a round
-        self._is_probe = self._trials.begins_with_probe
-        self._pause_left, self._next_pause = 0, self._trials.first_pause
-        self._deaf_left, self._next_deaf = 0, FIRST_DEAF_STEPS
-        self._is_early = False  # the probe began at a repetition
+        self._is_probe = self._schedule.begins_with_probe
+        self._pause_left, self._next_pause = 0, self._schedule.first_pause
+        self._cooldown_left, self._next_cooldown = 0, FIRST_COOLDOWN_STEPS
+        self._is_at_repetition = False  # the probe began at a repetition
         if self._repeats is not None:
             self._repeats.begin(texts)
 
@@ -144,10 +144,10 @@ class DraftPolicy:
         if cost > num_drafts + 1:
             return False
         self._pause_left = max(self._pause_left - 1, -1)
-        self._deaf_left = max(self._deaf_left - 1, 0)
-        if self._pause_left >= 0 and self._deaf_left == 0 and self._repeats is not None:
-            self._is_early = 1 + num_drafts * self._repeats.share >= cost * RESUME_MARGIN
-            self._pause_left = -1 if self._is_early else self._pause_left
+        self._cooldown_left = max(self._cooldown_left - 1, 0)
+        if self._pause_left >= 0 and self._cooldown_left == 0 and self._repeats is not None:
+            self._is_at_repetition = 1 + num_drafts * self._repeats.share >= cost * RESUME_MARGIN
+            self._pause_left = -1 if self._is_at_repetition else self._pause_left
         return self._pause_left < 0
 
     def read(self, emitted: Sequence[Sequence[int]]) -> None:
@@ -164,18 +164,18 @@ class DraftPolicy:
         if self._pause_left >= 0:
             return  # a round that was in flight when the pause began
         self._recent.append((tokens, cost))
-        needed = self._trials.probe_rounds if self._is_probe else WINDOW_ROUNDS
+        needed = self._schedule.probe_rounds if self._is_probe else WINDOW_ROUNDS
         if len(self._recent) < needed:
             return
         made, paid = map(sum, zip(*self._recent, strict=True))
         if made < paid * (RESUME_MARGIN if self._is_probe else 1.0):
             self._pause_left = self._next_pause
-            self._next_pause = min(2 * self._next_pause, self._trials.longest_pause)
-            if self._is_early:
-                self._deaf_left = self._next_deaf
-                self._next_deaf = min(2 * self._next_deaf, self._trials.longest_pause)
-            self._is_probe, self._is_early = True, False
+            self._next_pause = min(2 * self._next_pause, self._schedule.longest_pause)
+            if self._is_at_repetition:
+                self._cooldown_left = self._next_cooldown
+                self._next_cooldown = min(2 * self._next_cooldown, self._schedule.longest_pause)
+            self._is_probe, self._is_at_repetition = True, False
             self._recent.clear()
         elif self._is_probe:
-            self._is_probe, self._is_early = False, False
-            self._next_pause, self._next_deaf = self._trials.first_pause, FIRST_DEAF_STEPS
+            self._is_probe, self._is_at_repetition = False, False
+            self._next_pause, self._next_cooldown = self._schedule.first_pause, FIRST_COOLDOWN_STEPS

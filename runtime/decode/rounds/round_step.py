@@ -26,7 +26,7 @@ from alspec.config import SamplingConfig
 from alspec.kernels.attention.dispatch import KVLayer
 from alspec.kernels.sampling.adjustment import count_newest
 from alspec.kernels.sampling.logprobs import Logprobs, logprobs_ref
-from alspec.runtime.decode.decode_step import StepRecord, warm_up
+from alspec.runtime.decode.decode_step import StepRecord, warm_up_steps
 from alspec.runtime.decode.eager_sampling import sample, starting_counts
 from alspec.runtime.decode.rounds.acceptance import accepted_drafts, max_drafts, round_rows, seen_by_rows
 from alspec.runtime.decode.rounds.draft_policy import DraftPolicy, round_cost, texts_so_far
@@ -80,7 +80,7 @@ class RoundStep:
         """On a GPU, run one round the first time, to compile its kernels. See `DecodeStep.prepare`."""
         self._sampling = sampling
         if not self._is_warm:
-            warm_up(self, kept or [0] * self._forward.cache.batch_size, 2)
+            warm_up_steps(self, kept or [0] * self._forward.cache.batch_size, 2)
             self._is_warm = True
         return 0
 

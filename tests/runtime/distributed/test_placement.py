@@ -320,7 +320,7 @@ def test_steps_are_captured_unless_they_are_traced(cuda_graph: str, trace: bool,
 
 
 @pytest.mark.parametrize(
-    ("transport", "world_size", "has_decoder", "expected"),
+    ("transport", "world_size", "has_fused_step", "expected"),
     [
         ("auto", 2, True, ("symm", "host")),
         ("symm", 2, True, ("symm",)),
@@ -333,10 +333,10 @@ def test_steps_are_captured_unless_they_are_traced(cuda_graph: str, trace: bool,
     ],
 )
 def test_packets_need_several_ranks_and_fused_kernels(
-    transport: str, world_size: int, has_decoder: bool, expected: tuple[str, ...]
+    transport: str, world_size: int, has_fused_step: bool, expected: tuple[str, ...]
 ) -> None:
     config = EngineConfig.model_validate({"transport": transport})
-    assert peer_memory_candidates(config, "off", world_size, has_decoder) == expected
+    assert peer_memory_candidates(config, "off", world_size, has_fused_step) == expected
 
 
 @pytest.mark.parametrize("transport", ["symm", "host"])

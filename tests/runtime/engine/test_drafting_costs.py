@@ -14,8 +14,8 @@ from paths import ROOT
 from alspec.config import EngineConfig
 from alspec.models.llama_config import LlamaConfig
 from alspec.runtime.engine.composition import Choices
-from alspec.runtime.engine.drafting import Drafting, copied_weights, kept_draft_model
-from alspec.runtime.engine.kept_weights import with_weights
+from alspec.runtime.engine.drafting import Drafting, draft_config_with_weights, draft_copy_config
+from alspec.runtime.engine.weight_settings import config_with_weights
 from alspec.runtime.profiling.predicted_costs import rows_us
 
 TOLERANCE = 0.09
@@ -67,11 +67,11 @@ def test_predicted_round_is_near_the_measured_one(row: dict[str, Any]) -> None:
         random_weights=case["shape"], draft=case["draft"], draft_tokens=case["draft_tokens"], kv_cache=case["kv_cache"],
         **options,
     )  # fmt: skip
-    target = with_weights(config, shape, case["world"], packs=True)
-    copy = copied_weights(config, target, case["world"], packs=True)
+    target = config_with_weights(config, shape, case["world"], packs=True)
+    copy = draft_copy_config(config, target, case["world"], packs=True)
     is_smaller = case["draft"].startswith("model:")
     smaller = LlamaConfig.from_shape(case["draft"].removeprefix("model:")) if is_smaller else None
-    smaller = kept_draft_model(config, smaller, case["world"], packs=True)
+    smaller = draft_config_with_weights(config, smaller, case["world"], packs=True)
     choices = SimpleNamespace(placement=SimpleNamespace(tp_size=case["world"]), dtype=torch.bfloat16)
     drafting = Drafting(config, target, cast(Choices, choices), smaller, None, copy)
     found = drafting._fused_round_cost([case["context"]] * case["batch"])

@@ -9,18 +9,18 @@ import pytest
 from paths import ROOT
 
 from alspec.runtime.decode.rounds.draft_policy import (
-    BY_REPEATS,
-    BY_TIME,
+    REPEAT_PROBES,
     REPEATED_TOKENS,
     RESUME_MARGIN,
     ROW_COST,
+    TIMED_PROBES,
     WINDOW_ROUNDS,
     DraftPolicy,
     RepeatedTexts,
     round_cost,
 )
 
-_, PROBE_ROUNDS, FIRST_PAUSE_STEPS, LONGEST_PAUSE_STEPS = BY_TIME
+_, PROBE_ROUNDS, FIRST_PAUSE_STEPS, LONGEST_PAUSE_STEPS = TIMED_PROBES
 
 
 def run(policy: DraftPolicy, tokens: list[float], cost: float = 2.0) -> list[bool]:
@@ -138,7 +138,7 @@ def test_a_text_that_does_not_repeat_costs_few_rounds() -> None:
     policy = DraftPolicy(repeats=RepeatedTexts())
     policy.begin([passage(1, 300)])
     drafted = steps_of(policy, passage(2, 500), 500, 1.4, 1.0)
-    _, trial, pause, _ = BY_REPEATS
+    _, trial, pause, _ = REPEAT_PROBES
     assert drafted[: trial + pause] == [True] * trial + [False] * pause
     assert drafted[trial + pause : 2 * (trial + pause) + pause] == [True] * trial + [False] * 2 * pause
     assert sum(drafted) * 0.4 < 0.01 * 500
@@ -151,7 +151,7 @@ def test_a_text_that_repeats_itself_ends_a_pause() -> None:
         policy.begin([copied if where == "prompt" else passage(3, 100)])
         other = passage(2, 10) + (copied if where == "answer" else [])
         start = steps_of(policy, other, len(other), 1.4, 1.0)
-        assert sum(start) == BY_REPEATS.probe_rounds
+        assert sum(start) == REPEAT_PROBES.probe_rounds
         drafted = steps_of(policy, copied, 40, 1.4, 5.0)
         assert drafted == [False] * REPEATED_TOKENS + [True] * (40 - REPEATED_TOKENS)
 
@@ -160,7 +160,7 @@ def test_one_text_of_many_that_repeats_itself_does_not_end_a_pause() -> None:
     copied, count = passage(1, 100), 8
     policy = DraftPolicy(repeats=RepeatedTexts())
     policy.begin([copied] + [passage(9 + n, 100) for n in range(count - 1)])
-    for _ in range(BY_REPEATS.probe_rounds):
+    for _ in range(REPEAT_PROBES.probe_rounds):
         assert policy.drafts(4, 1.6)
         policy.record(1.0, 1.6)
     for step in range(20):

@@ -8,10 +8,10 @@ from alspec.kernels.kv_codec.formats import rotates_values
 from alspec.models.llama_config import LlamaConfig
 from alspec.models.matrix_formats import MATRICES, num_packed, packs_head, quantised_format
 
-__all__ = ["with_weights"]
+__all__ = ["config_with_weights"]
 
 
-def with_weights(config: EngineConfig, model: LlamaConfig, tp_size: int, packs: bool) -> LlamaConfig:
+def config_with_weights(config: EngineConfig, model: LlamaConfig, tp_size: int, packs: bool) -> LlamaConfig:
     """Return the model with what `--weights` and the cache mean for its weights.
 
     Args:

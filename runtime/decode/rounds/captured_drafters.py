@@ -19,10 +19,10 @@ from alspec.runtime.decode.decoder import DecodeBuffers, Decoder
 from alspec.runtime.decode.hooks import OperationHook
 from alspec.runtime.decode.rounds.row_decoder import DraftDecoder, RowDecoder
 
-__all__ = ["DeviceDrafter", "ModelDraftSteps", "NgramDrafts", "SelfDraftSteps"]
+__all__ = ["CapturedDrafter", "CapturedModelDrafter", "CapturedNgramDrafter", "CapturedSelfDrafter"]
 
 
-class DeviceDrafter(Protocol):
+class CapturedDrafter(Protocol):
     """Launches what drafts the rows of a round."""
 
     @property
@@ -43,7 +43,7 @@ class DeviceDrafter(Protocol):
         """
 
 
-class NgramDrafts:
+class CapturedNgramDrafter:
     """What followed the newest tokens before."""
 
     step_rows = 0
@@ -52,13 +52,13 @@ class NgramDrafts:
     def launch(
         self, state: RoundState, rows: RoundRowBuffers, choices: list[CapturedChoice], operation: OperationHook
     ) -> None:
-        """See `DeviceDrafter.launch`."""
+        """See `CapturedDrafter.launch`."""
         with operation("draft", 0):
             draft_by_ngrams(state, rows)
 
 
 @dataclass
-class SelfDraftSteps:
+class CapturedSelfDrafter:
     """Steps of the model itself with `A~` in place of attention."""
 
     decoder: DraftDecoder
@@ -66,19 +66,19 @@ class SelfDraftSteps:
 
     @property
     def inputs(self) -> tuple[Tensor, Tensor]:
-        """See `DeviceDrafter.inputs`."""
+        """See `CapturedDrafter.inputs`."""
         return _inputs(self.decoder.buffers)
 
     def launch(
         self, state: RoundState, rows: RoundRowBuffers, choices: list[CapturedChoice], operation: OperationHook
     ) -> None:
-        """See `DeviceDrafter.launch`."""
+        """See `CapturedDrafter.launch`."""
         for place in range(rows.token_ids.shape[1] - 1):
             _draft_step(self.decoder, rows, place, self.inputs, choices[0], operation)
 
 
 @dataclass
-class ModelDraftSteps:
+class CapturedModelDrafter:
     """Steps of a smaller model over its own cache, which holds all tokens but the newest two.
 
     The first step has two rows of each request, see `begin_model_draft`.
@@ -90,13 +90,13 @@ class ModelDraftSteps:
 
     @property
     def inputs(self) -> tuple[Tensor, Tensor]:
-        """See `DeviceDrafter.inputs`."""
+        """See `CapturedDrafter.inputs`."""
         return _inputs(self.decoder.buffers)
 
     def launch(
         self, state: RoundState, rows: RoundRowBuffers, choices: list[CapturedChoice], operation: OperationHook
     ) -> None:
-        """See `DeviceDrafter.launch`."""
+        """See `CapturedDrafter.launch`."""
         begin_model_draft(state, self.first.round_rows)
         for place in range(rows.token_ids.shape[1] - 1):
             decoder, choice = (self.decoder, choices[0]) if place else (self.first, choices[1])

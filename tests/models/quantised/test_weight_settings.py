@@ -28,9 +28,9 @@ from alspec.models.llama_config import LlamaConfig
 from alspec.models.matrix_formats import MATRICES, weights_name
 from alspec.runtime.distributed.placement import Placement
 from alspec.runtime.distributed.transport import Transport
-from alspec.runtime.engine.kept_weights import with_weights
 from alspec.runtime.engine.loading import model_notices
 from alspec.runtime.engine.memory import plan_memory
+from alspec.runtime.engine.weight_settings import config_with_weights
 from alspec.runtime.profiling.stats import step_bytes
 
 CPU, F32, BF16 = torch.device("cpu"), torch.float32, torch.bfloat16
@@ -50,7 +50,7 @@ def load(
     folder: Path, shard: Shard, dtype: torch.dtype, packs: bool, kv_cache: str = "bf16", **options: Any
 ) -> tuple[LlamaConfig, LlamaWeights]:
     settings = EngineConfig(model=folder, kv_cache=kv_cache, **options)
-    config = with_weights(settings, model_config(settings), shard.tp_size, packs)
+    config = config_with_weights(settings, model_config(settings), shard.tp_size, packs)
     checkpoint = open_checkpoint(settings, config.model_copy(update={"weights": "auto"}))
     turned = rotation(config.head_dim, CPU) if config.rotates_values else None
     return config, load_weights(checkpoint, config, shard, dtype, CPU, turned)
@@ -235,7 +235,7 @@ def test_an_int4_copy_of_packed_fp8(name: str, tmp_path: Path) -> None:
     for packs in (True, False):
         config, weights = load(tmp_path, Shard(), BF16, packs)
         settings = EngineConfig(model=tmp_path, weights="int4")
-        copied = with_weights(settings, config.model_copy(update={"quantisation": None}), 1, packs)
+        copied = config_with_weights(settings, config.model_copy(update={"quantisation": None}), 1, packs)
         model = Llama(config, weights, Transport(Placement(), CPU, "gloo", None))
         before = values_of(weights.layers[0].down, BF16).clone()
         copies.append(quantised_copy(model, copied, 1))
@@ -262,7 +262,7 @@ def test_a_notice_tells_of_matrices_that_stay_unpacked(intermediate_size: int, l
     """Kernels take widths of whole tiles only."""
     save_family(tmp_path, "qwen3-biases", hidden_size=64, intermediate_size=intermediate_size)
     settings = EngineConfig(model=tmp_path, weights="fp8")
-    config = with_weights(settings, LlamaConfig.from_folder(tmp_path), 1, packs=True)
+    config = config_with_weights(settings, LlamaConfig.from_folder(tmp_path), 1, packs=True)
     told = [line for line in model_notices(settings, None, config, "bf16", 1) if "dequantised" in line]
     total = config.num_layers * len(MATRICES)
     expected = f"weights: {left} of {total} matrices dequantised to bf16: no kernel of a step takes their format"
