@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from alspec.config import SamplingConfig, SpeculationConfig
-from alspec.kernels.attention.dispatch import CacheLayer, DecodeAttention, KVLayer, attend_recall_parts
-from alspec.kernels.attention.recall import RecallState
+from alspec.kernels.attention.dispatch import CacheLayer, DecodeAttention, KVLayer
 from alspec.kernels.sampling.adjustment import count_newest
 from alspec.kernels.sampling.logprobs import Logprobs, logprobs_ref
 from alspec.models.llama import Llama
 from alspec.priority import INITIAL_PRIORITY, after_handover, after_verdict, sender, skips_compute
 from alspec.runtime.cache.codecs import Cache
+from alspec.runtime.cache.recall_state import new_recall_state
 from alspec.runtime.decode.decode_step import StepRecord, warm_up_steps
 from alspec.runtime.decode.eager_sampling import sample, starting_counts
 from alspec.runtime.decode.hooks import OperationHook
@@ -117,14 +117,9 @@ class EagerStep:
         config, tp_size = model.config, transport.placement.tp_size
         num_qo_heads = config.num_qo_heads // tp_size
         layers = [cache.layer(layer) for layer in range(cache.num_layers)]
-        self._recall: RecallState | None = None
+        self._recall = new_recall_state(cache, num_qo_heads, 0 if mode == "off" else speculation.recalled)
         self.prompt_queries: Tensor | None = None
-        if speculation.recalled and mode != "off":
-            self._recall = RecallState.allocate(
-                cache.num_layers, cache.batch_size, num_qo_heads, cache.num_kv_heads, cache.max_context,
-                speculation.recalled, attend_recall_parts(layers, speculation.recalled), cache.device,
-                [layer.sliding_window for layer in layers],
-            )  # fmt: skip
+        if self._recall is not None:
             shape = (cache.num_layers, cache.batch_size, num_qo_heads, cache.head_dim)
             self.prompt_queries = torch.zeros(shape, dtype=model.weights.embedding.dtype, device=cache.device)
         self._attention = DecodeAttention(

@@ -14,7 +14,6 @@ from alspec.errors import UserError
 from alspec.kernels.attention.decode.combine import num_sums
 from alspec.kernels.attention.decode.lean_decode import MAX_COLUMNS
 from alspec.kernels.attention.dispatch import attend_recall_parts, attend_spec_parts
-from alspec.kernels.attention.recall import RecallState
 from alspec.kernels.comm.pair_state import PairShape
 from alspec.kernels.common.limits import FAST_ROWS, MAX_BATCH, MAX_FUSED_ROWS, MAX_ROWS, max_batch
 from alspec.kernels.linear.decode_weight import DecodeWeight
@@ -26,6 +25,7 @@ from alspec.models.llama import Llama
 from alspec.models.llama_config import LlamaConfig
 from alspec.models.matrix_formats import largest_product
 from alspec.runtime.cache.codecs import Cache, check_codec, check_head_dim, new_cache
+from alspec.runtime.cache.recall_state import new_recall_state
 from alspec.runtime.decode.captured_step import CapturedStep
 from alspec.runtime.decode.decode_step import DecodeStep
 from alspec.runtime.decode.decoder import DecodeBuffers, Decoder, SpeculationState
@@ -328,10 +328,10 @@ def build_captured_step(
     """
     config, batch_size, device = model.config, cache.batch_size, transport.device
     tp_size = transport.placement.tp_size
-    shape = _pair_shape(model, cache, transport, peer_memory, speculation)
+    shape = None if speculation is None else _pair_shape(model, cache, transport, peer_memory, speculation)
     exchange, logit_exchange, pair = build_exchanges(
         transport, peer_memory, 2 * config.num_layers, batch_size, config.hidden_size, config.vocab_size,
-        shape if speculation else None,
+        shape,
     )  # fmt: skip
     common = (
         config, model.weights, model.rotary, cache,
@@ -341,19 +341,13 @@ def build_captured_step(
     if speculation is None:
         products = choose_products(model, tp_size, batch_size)
         return CapturedStep(Decoder(*common, products=products), None, cache.max_context, uses_graph, operation)
-    recall, recalled = None, speculation.recalled
-    if recalled:
-        layers = [cache.layer(layer) for layer in range(cache.num_layers)]
-        recall = RecallState.allocate(
-            config.num_layers, batch_size, shape.num_qo_heads, shape.num_kv_heads, cache.max_context, recalled,
-            attend_recall_parts(layers, recalled), device, [layer.sliding_window for layer in layers],
-        )  # fmt: skip
+    assert shape is not None
     state = SpeculationState(
         speculation.threshold,
         speculation.chunk_size,
         hits=torch.zeros(config.num_layers, batch_size, dtype=torch.int32, device=device),
         live=torch.ones(batch_size, dtype=torch.int32, device=device),
-        recall=recall,
+        recall=new_recall_state(cache, shape.num_qo_heads, speculation.recalled),
     )
     decoder: Decoder
     if pair is not None:
@@ -373,16 +367,16 @@ def _pair_shape(
     cache: Cache,
     transport: Transport,
     peer_memory: PeerMemory | None,
-    speculation: SpeculationConfig | None,
+    speculation: SpeculationConfig,
 ) -> PairShape:
     """Sizes of a pair's memory.
 
     `A~` comes in parts over `symm`. In the host's memory readers would wait in line, and over a link none reads it.
     """
     config, batch_size, tp_size = model.config, cache.batch_size, transport.placement.tp_size
-    num_heads, parts, recalled = config.num_qo_heads // tp_size, 1, 0 if speculation is None else speculation.recalled
+    num_heads, parts, recalled = config.num_qo_heads // tp_size, 1, speculation.recalled
     layers = [cache.layer(layer) for layer in range(cache.num_layers)]
-    if speculation is not None and peer_memory == "symm" and not transport.placement.is_linked:
+    if peer_memory == "symm" and not transport.placement.is_linked:
         parts = min(attend_spec_parts(layer, num_heads, speculation.chunk_size, transport.device) for layer in layers)
     if recalled:
         parts += attend_recall_parts(layers, recalled)

@@ -91,85 +91,133 @@ def plan_memory(
     rounds: RoundSize | None = None,
     keeps_context: bool = False,
 ) -> MemoryPlan:
-    """Bytes of weights, cache and activations on one rank, on a CPU or a GPU (`cuda`), a draft model's included.
+    """Bytes of weights, cache and buffers on one rank, on a CPU or a GPU (`cuda`), those of a draft model included.
 
-    Activations are those of the widest moment, beside the fp32 residual, and the logits: one prefill chunk in the MLP,
-    or in attention, or one layer of a quantised cache, for the longest prompt at INT8 and dequantised, beside attention
-    or what is in fp32 on the way, or for all requests in fp32, while they decode on the CPU. keeps_context: as for
-    `new_cache`.
+    keeps_context: as for `new_cache`.
     """
-    hidden, tp_size = config.hidden_size, shard.tp_size
-    start, stop = shard.vocab_range(config.vocab_size)
-    q_heads, kv_heads = config.local_heads(tp_size)
-    qkv_rows, attn_width = (q_heads + 2 * kv_heads) * config.head_dim, q_heads * config.head_dim
-    intermediate = config.intermediate_size // tp_size
-    per_layer = 2 * hidden + config.qkv_bias * qkv_rows + config.qk_norm * 2 * config.head_dim
-    if shard.tp_rank == 0:  # adds the biases of row-parallel products
-        per_layer += hidden * (config.o_bias + config.mlp_bias)
-    per_layer += config.mlp_bias * 2 * intermediate
-    weights = dtype.itemsize * (hidden * (config.vocab_size + 1) + config.num_layers * per_layer)
-    weights += head_bytes(config, stop - start, dtype) + weights_bytes(config, tp_size, dtype)
+    tp_size, num_rows = shard.tp_size, batch_size * (rounds.rows if rounds is not None else 1)
+    weights = _model_bytes(config, shard, dtype)
     cache = cache_bytes(kv_cache, config, tp_size, batch_size, max_context, dtype, kv_protect, keeps_context)
-    tokens = min(CHUNK_TOKENS, max_context)
-    # On the CPU a prompt of several chunks also needs a mask.
-    mask = min(tokens * max_context, max(SCORES_AT_ONCE["cpu"], QUERIES_AT_ONCE * max_context))
-    mask_bytes = dtype.itemsize * mask if max_context > CHUNK_TOKENS else 0
-    attention = tokens * dtype.itemsize * 2 * attn_width + mask_bytes
-    if device_type == "cuda" and not (dtype.itemsize == 2 and config.head_dim % 8 == 0 and config.head_dim <= 256):
-        # No library fuses this: scores of all heads, and K and V repeated for each query head.
-        row = max_context * config.num_qo_heads // tp_size
-        scores = min(tokens * row, max(SCORES_AT_ONCE["cuda"], QUERIES_AT_ONCE * row))
-        attention += SCORE_BYTES * scores + 2 * dtype.itemsize * max_context * attn_width
-    if window := config.window_below(max_context):
-        # A copy of the ring, or what is dequantised, and the prompt chunk; then, for each few queries, K and V of each
-        # head, and all scores.
-        span = window + QUERIES_AT_ONCE
-        attention += 2 * dtype.itemsize * kv_heads * config.head_dim * (window + tokens)
-        attention += 2 * dtype.itemsize * attn_width * span + SCORE_BYTES * QUERIES_AT_ONCE * span * q_heads
-    widest = max(tokens * dtype.itemsize * 4 * intermediate, attention)
-    if kv_cache != "bf16":
-        channels = kv_heads * config.head_dim
-        prompt = max_context * channels * 2 * (1 + dtype.itemsize) + max(max_context * channels * 8, attention)
-        widest = max(widest, prompt, max_context * channels * 8 * batch_size)
-    activations = tokens * (4 * 4 * hidden + dtype.itemsize * 2 * qkv_rows) + widest
+    activations = _activation_bytes(config, tp_size, dtype, batch_size, max_context, kv_cache, device_type)
     # The first token, and the tokens of eager steps, may be sampled by sorting.
-    rows = batch_size * (rounds.rows if rounds is not None else 1)
-    activations = max(activations, DRAW_BYTES * min(rows, DRAWN_AT_ONCE) * config.vocab_size)
+    activations = max(activations, DRAW_BYTES * min(num_rows, DRAWN_AT_ONCE) * config.vocab_size)
     # Logits, and what penalties may need for each: the adjusted logit, and how often its token occurred.
-    logits = (3 + 2) * 4 * rows * config.vocab_size
-    # Packets of 8 bytes: every rank's partial sums of every all-reduce, and all logits. `symm` keeps them on the GPU;
-    # `host` needs as many for a rank's own. Which transport works is known only when ranks are connected.
-    words = 2 * config.num_layers * tp_size * hidden if tp_size > 1 else 0
-    words += config.vocab_size if shard.vocab_shards > 1 else 0
+    logits = (3 + 2) * 4 * num_rows * config.vocab_size
     # Rounds have their own packets for all rows beside those of plain steps.
-    buffers = activations + logits + 8 * (batch_size + (rows if rounds is not None else 0)) * words
+    packets = _packet_bytes(config, shard) * (batch_size + (num_rows if rounds is not None else 0))
+    buffers = activations + logits + packets
     # Prompts, and eager steps, unpack one matrix at a time.
     unpacked = dtype.itemsize * unpacked_numbers(config, tp_size)
     buffers += unpacked if config.packs_weights else 0
-    if device_type == "cuda" and FAST_ROWS < rows <= MAX_ROWS:
+    if device_type == "cuda" and FAST_ROWS < num_rows <= MAX_ROWS:
         # The library writes products of captured steps in fp32.
-        buffers += 4 * rows * largest_product(config, tp_size, stop - start)
+        start, stop = shard.vocab_range(config.vocab_size)
+        buffers += 4 * num_rows * largest_product(config, tp_size, stop - start)
     if recall_blocks:
-        recall = recall_bytes(config.num_layers, q_heads, kv_heads, max_context, recall_blocks)
-        # Captured rounds keep the weights of blocks of a plain step, and of each row of a round.
-        kept = 1
-        if rounds is not None and device_type == "cuda":
-            together = 1 if kv_cache == "bf16" else quantised_rows_together(q_heads // kv_heads, rounds.rows)
-            kept = 2 + -(-rounds.rows // together) * together
-        buffers += batch_size * recall * kept
-    if rounds is not None:
-        buffers += HISTORY_BYTES * batch_size * (max_context + rounds.rows)
-    if rounds is not None and rounds.draft_weights != "auto":
+        is_quantised, fused_rounds = kv_cache != "bf16", rounds if device_type == "cuda" else None
+        buffers += batch_size * _recall_bytes(config, tp_size, max_context, recall_blocks, is_quantised, fused_rounds)
+    if rounds is None:
+        return MemoryPlan(weights, cache, buffers)
+    buffers += HISTORY_BYTES * batch_size * (max_context + rounds.rows)
+    if rounds.draft_weights != "auto":
         is_packed = device_type == "cuda" and dtype.itemsize == 2
         copy = config.model_copy(update={"weights": rounds.draft_weights, "packs_weights": is_packed})
         weights, buffers = weights + weights_bytes(copy, tp_size, dtype), buffers + (unpacked if is_packed else 0)
-    if rounds is not None and rounds.draft_model is not None:
+    if rounds.draft_model is not None:
         # The two models do not run at the same time.
         own = plan_memory(
             rounds.draft_model, shard, dtype, batch_size, max_context, "bf16", device_type, keeps_context=True
         )
         weights, cache, buffers = weights + own.weights_bytes, cache + own.cache_bytes, max(buffers, own.buffer_bytes)
     return MemoryPlan(weights, cache, buffers)
+
+
+def _model_bytes(config: LlamaConfig, shard: Shard, dtype: torch.dtype) -> int:
+    """Weights: embedding, head, matrices, norms and biases."""
+    hidden, (q_heads, kv_heads) = config.hidden_size, config.local_heads(shard.tp_size)
+    start, stop = shard.vocab_range(config.vocab_size)
+    per_layer = 2 * hidden + config.qkv_bias * (q_heads + 2 * kv_heads) * config.head_dim
+    per_layer += config.qk_norm * 2 * config.head_dim
+    if shard.tp_rank == 0:  # adds the biases of row-parallel products
+        per_layer += hidden * (config.o_bias + config.mlp_bias)
+    per_layer += config.mlp_bias * 2 * (config.intermediate_size // shard.tp_size)
+    in_dtype = dtype.itemsize * (hidden * (config.vocab_size + 1) + config.num_layers * per_layer)
+    return in_dtype + head_bytes(config, stop - start, dtype) + weights_bytes(config, shard.tp_size, dtype)
+
+
+def _activation_bytes(
+    config: LlamaConfig,
+    tp_size: int,
+    dtype: torch.dtype,
+    batch_size: int,
+    max_context: int,
+    kv_cache: str,
+    device_type: str,
+) -> int:
+    """The fp32 residual and QKV of one prompt chunk, and beside them the largest of what follows.
+
+    One chunk in the MLP; one in attention; one layer of a quantised cache for the longest prompt, at INT8 and
+    dequantised, beside attention or what is in fp32 on the way; the same layer in fp32 for all requests, which decode
+    on a CPU.
+    """
+    q_heads, kv_heads = config.local_heads(tp_size)
+    tokens = min(CHUNK_TOKENS, max_context)
+    attention = _attention_bytes(config, tp_size, dtype, max_context, device_type)
+    widest = max(tokens * dtype.itemsize * 4 * (config.intermediate_size // tp_size), attention)
+    if kv_cache != "bf16":
+        channels = kv_heads * config.head_dim
+        prompt = max_context * channels * 2 * (1 + dtype.itemsize) + max(max_context * channels * 8, attention)
+        widest = max(widest, prompt, max_context * channels * 8 * batch_size)
+    qkv = dtype.itemsize * 2 * (q_heads + 2 * kv_heads) * config.head_dim
+    return tokens * (4 * 4 * config.hidden_size + qkv) + widest
+
+
+def _attention_bytes(config: LlamaConfig, tp_size: int, dtype: torch.dtype, max_context: int, device_type: str) -> int:
+    """Attention of one prompt chunk over the longest context."""
+    q_heads, kv_heads = config.local_heads(tp_size)
+    width, tokens = q_heads * config.head_dim, min(CHUNK_TOKENS, max_context)
+    # On the CPU a prompt of several chunks also needs a mask.
+    mask = min(tokens * max_context, max(SCORES_AT_ONCE["cpu"], QUERIES_AT_ONCE * max_context))
+    found = tokens * dtype.itemsize * 2 * width + (dtype.itemsize * mask if max_context > CHUNK_TOKENS else 0)
+    if device_type == "cuda" and not (dtype.itemsize == 2 and config.head_dim % 8 == 0 and config.head_dim <= 256):
+        # No library fuses this: scores of all heads, and K and V repeated for each query head.
+        row = max_context * config.num_qo_heads // tp_size
+        scores = min(tokens * row, max(SCORES_AT_ONCE["cuda"], QUERIES_AT_ONCE * row))
+        found += SCORE_BYTES * scores + 2 * dtype.itemsize * max_context * width
+    if window := config.window_below(max_context):
+        # A copy of the ring, or what is dequantised, and the prompt chunk; then, for each few queries, K and V of each
+        # head, and all scores.
+        span = window + QUERIES_AT_ONCE
+        found += 2 * dtype.itemsize * kv_heads * config.head_dim * (window + tokens)
+        found += 2 * dtype.itemsize * width * span + SCORE_BYTES * QUERIES_AT_ONCE * span * q_heads
+    return found
+
+
+def _packet_bytes(config: LlamaConfig, shard: Shard) -> int:
+    """Packets of one row, 8 bytes each: every rank's partial sums of every all-reduce, and all logits.
+
+    `symm` keeps them on the GPU; `host` needs as many for a rank's own. Which transport works is known only when ranks
+    are connected.
+    """
+    packets = 2 * config.num_layers * shard.tp_size * config.hidden_size if shard.tp_size > 1 else 0
+    return 8 * (packets + (config.vocab_size if shard.vocab_shards > 1 else 0))
+
+
+def _recall_bytes(
+    config: LlamaConfig,
+    tp_size: int,
+    max_context: int,
+    recall_blocks: int,
+    is_quantised: bool,
+    fused_rounds: RoundSize | None,
+) -> int:
+    """Lists and weights of blocks of one request. Captured rounds keep those of a plain step and of each row."""
+    q_heads, kv_heads = config.local_heads(tp_size)
+    kept = 1
+    if fused_rounds is not None:
+        together = quantised_rows_together(q_heads // kv_heads, fused_rounds.rows) if is_quantised else 1
+        kept = 2 + -(-fused_rounds.rows // together) * together
+    return kept * recall_bytes(config.num_layers, q_heads, kv_heads, max_context, recall_blocks)
 
 
 def available_bytes(device: torch.device, local_world_size: int) -> int:

@@ -10,13 +10,12 @@ from torch import Tensor
 
 from alspec.config import EngineConfig
 from alspec.kernels.attention.decode.lean_decode import MAX_COLUMNS
-from alspec.kernels.attention.dispatch import attend_recall_parts
-from alspec.kernels.attention.recall import RecallState
 from alspec.kernels.comm.exchange import Exchange, LogitExchange
 from alspec.kernels.common.limits import MAX_FUSED_ROWS
 from alspec.kernels.rounds.round_state import RoundRowBuffers, RoundState
 from alspec.models.llama import Llama
 from alspec.runtime.cache.codecs import Cache
+from alspec.runtime.cache.recall_state import new_recall_state
 from alspec.runtime.decode.captured_step import CapturedStep
 from alspec.runtime.decode.decode_step import DecodeStep
 from alspec.runtime.decode.decoder import DecodeBuffers, Decoder
@@ -42,8 +41,8 @@ from alspec.runtime.engine.composition import Choices, choose_products
 __all__ = ["build_captured_rounds", "build_row_append"]
 
 
-class _Builder:
-    """What the decoders of one model share, and the exchanges between ranks by number of rows."""
+class _DecoderFactory:
+    """Arguments of decoders of one model, which share its cache, and the exchanges between ranks by number of rows."""
 
     def __init__(
         self,
@@ -52,17 +51,17 @@ class _Builder:
         transport: Transport,
         peer_memory: PeerMemory | None,
         vocab_size: int,
-        first: Exchange | None = None,
+        shared: Exchange | None = None,
     ) -> None:
         """Remember what the decoders share.
 
         Args:
             vocab_size: V of the model that verifies: embeddings of a draft model may have other rows of padding.
-            first: an exchange whose epoch and fault word all decoders of a round share; None: this is the first one.
+            shared: whose epoch and fault word all decoders of a round share; None: those of the first exchange here.
         """
         self._vocab_size = vocab_size
         self.model, self.cache, self.transport, self._peer_memory = model, cache, transport, peer_memory
-        self.first = first
+        self.shared = shared
         self._exchanges: dict[int, tuple[Exchange, LogitExchange]] = {}
 
     def exchanges(self, num_rows: int) -> tuple[Exchange, LogitExchange]:
@@ -73,8 +72,8 @@ class _Builder:
                 self.transport, self._peer_memory, 2 * config.num_layers, num_rows, config.hidden_size,
                 config.vocab_size,
             )  # fmt: skip
-            self.first = self.first or exchange
-            epoch, fault = self.first.epoch, self.first.fault
+            self.shared = self.shared or exchange
+            epoch, fault = self.shared.epoch, self.shared.fault
             self._exchanges[num_rows] = (
                 replace(exchange, epoch=epoch, fault=fault), replace(logit_exchange, epoch=epoch, fault=fault)
             )  # fmt: skip
@@ -120,21 +119,22 @@ def build_captured_rounds(
     """
     batch_size, device, rows_each = cache.batch_size, transport.device, config.draft_tokens + 1
     vocab_size = model.config.vocab_size
-    parts = _Builder(model, cache, transport, peer_memory, vocab_size)
-    recall = _recall_state(model, cache, transport, config.speculation.recalled) if config.draft == "self" else None
+    factory = _DecoderFactory(model, cache, transport, peer_memory, vocab_size)
+    recalled = config.speculation.recalled if config.draft == "self" else 0
+    recall = new_recall_state(cache, model.config.num_qo_heads // transport.placement.tp_size, recalled)
     chunk_size = config.speculation.chunk_size
 
     def kind(rows: int, drafter: CapturedDrafter | None) -> RoundKind:
-        own = RoundRowBuffers.allocate(batch_size, rows, device)
-        args = parts.decoder_arguments(batch_size * rows, own)
-        return RoundKind(RowDecoder(**args, round_rows=own, recall=recall, chunk_size=chunk_size), drafter)
+        round_rows = RoundRowBuffers.allocate(batch_size, rows, device)
+        args = factory.decoder_arguments(batch_size * rows, round_rows)
+        return RoundKind(RowDecoder(**args, round_rows=round_rows, recall=recall, chunk_size=chunk_size), drafter)
 
     plain, catch_up, short_context = kind(1, None), None, None
     drafter: CapturedDrafter
     if config.draft == "ngram":
         drafter = CapturedNgramDrafter()
     elif config.draft == "self":
-        args = parts.decoder_arguments(batch_size)
+        args = factory.decoder_arguments(batch_size)
         if draft_model is not None:
             products = choose_products(draft_model, transport.placement.tp_size, batch_size)
             args |= {"weights": draft_model.weights, "products": products}
@@ -142,10 +142,10 @@ def build_captured_rounds(
     else:
         assert draft_model is not None
         assert draft_cache is not None
-        own = _Builder(draft_model, draft_cache, transport, peer_memory, vocab_size, parts.first)
-        two = RoundRowBuffers.allocate(batch_size, 2, device)
-        first = RowDecoder(**own.decoder_arguments(2 * batch_size, two), round_rows=two)
-        drafter = CapturedModelDrafter(first, Decoder(**own.decoder_arguments(batch_size)))
+        drafting = _DecoderFactory(draft_model, draft_cache, transport, peer_memory, vocab_size, factory.shared)
+        two_rows = RoundRowBuffers.allocate(batch_size, 2, device)
+        first_step = RowDecoder(**drafting.decoder_arguments(2 * batch_size, two_rows), round_rows=two_rows)
+        drafter = CapturedModelDrafter(first_step, Decoder(**drafting.decoder_arguments(batch_size)))
         short_context = draft_model.config.short_context
         if short_context is not None:
             short_context += 1  # its first step computes the token before the newest one again
@@ -179,26 +179,15 @@ def build_row_append(
         return None
     heads, kv_heads = model.config.local_heads(transport.placement.tp_size)
     rows = _most_append_rows(heads // kv_heads)
-    parts = _Builder(model, cache, transport, peer_memory, model.config.vocab_size, step.exchange)
-    own = RoundRowBuffers.allocate(1, rows, transport.device)
-    return RowAppend(RowDecoder(**parts.decoder_arguments(rows, own), round_rows=own), choices.uses_graph, operation)
+    factory = _DecoderFactory(model, cache, transport, peer_memory, model.config.vocab_size, step.exchange)
+    round_rows = RoundRowBuffers.allocate(1, rows, transport.device)
+    decoder = RowDecoder(**factory.decoder_arguments(rows, round_rows), round_rows=round_rows)
+    return RowAppend(decoder, choices.uses_graph, operation)
 
 
 def _most_append_rows(heads_per_kv_head: int) -> int:
     """Most rows of one request that the fused kernels serve in one pass."""
     return min(MAX_FUSED_ROWS, MAX_COLUMNS // heads_per_kv_head)
-
-
-def _recall_state(model: Llama, cache: Cache, transport: Transport, recalled: int) -> RecallState | None:
-    """Lists of the drafter `self`; None if it recalls no block."""
-    if not recalled:
-        return None
-    layers = [cache.layer(layer) for layer in range(cache.num_layers)]
-    heads = model.config.num_qo_heads // transport.placement.tp_size
-    return RecallState.allocate(
-        cache.num_layers, cache.batch_size, heads, cache.num_kv_heads, cache.max_context, recalled,
-        attend_recall_parts(layers, recalled), transport.device, [layer.sliding_window for layer in layers],
-    )  # fmt: skip
 
 
 def _catch_up(drafter: ModelDrafter, forward: RowForward) -> Callable[[RoundState, Tensor], None]:

@@ -13,10 +13,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from alspec.kernels.attention.dispatch import DecodeAttention, attend_recall_parts
-from alspec.kernels.attention.recall import RecallState
+from alspec.kernels.attention.dispatch import DecodeAttention
 from alspec.models.llama import Llama
 from alspec.runtime.cache.codecs import Cache
+from alspec.runtime.cache.recall_state import new_recall_state
 from alspec.runtime.decode.eager_step import gather_logits
 from alspec.runtime.decode.hooks import OperationHook
 from alspec.runtime.distributed.transport import Transport
@@ -49,13 +49,9 @@ class RowForward:
         self._operation = operation
         layers = [cache.layer(layer) for layer in range(cache.num_layers)]
         num_qo_heads = model.config.num_qo_heads // transport.placement.tp_size
-        self._recall: RecallState | None = None
+        self._recall = new_recall_state(cache, num_qo_heads, recall_blocks)
         self.last_queries: Tensor | None = None  # [L, B, Hq, D]: see `recall`
         if recall_blocks:
-            self._recall = RecallState.allocate(
-                cache.num_layers, cache.batch_size, num_qo_heads, cache.num_kv_heads, cache.max_context, recall_blocks,
-                attend_recall_parts(layers, recall_blocks), cache.device, [layer.sliding_window for layer in layers],
-            )  # fmt: skip
             shape = (cache.num_layers, cache.batch_size, num_qo_heads, cache.head_dim)
             self.last_queries = torch.zeros(shape, dtype=model.weights.embedding.dtype, device=cache.device)
         self._queries: list[Tensor] = []  # L x [R, B, Hq, D], of the last `full`
