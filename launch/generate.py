@@ -134,7 +134,7 @@ def _finish(config: GenerateConfig, engine: Engine, extras: list[dict[str, Any]]
         return
     try:
         if config.json_file is not None:
-            write_text(config.json_file, json.dumps(_everything(config, engine.generation, summary, extras)))
+            write_text(config.json_file, json.dumps(_json_report(config, engine.generation, summary, extras)))
         if config.trace is not None:
             write_text(config.trace, trace_json(rows_by_rank))
     finally:
@@ -179,7 +179,7 @@ def _summary(engine: Engine) -> dict[str, Any]:
     }
 
 
-def _everything(
+def _json_report(
     config: GenerateConfig, generation: Generation, summary: dict[str, Any], extras: list[dict[str, Any]]
 ) -> dict[str, Any]:
     settings = config.model_dump(mode="json", by_alias=True)

@@ -74,11 +74,11 @@ class LinkedDecoder(Decoder):
     def launching(self, epoch: int) -> Iterator[None]:
         """Receive the messages of the step beside it. On a CPU they are expected before it, on a GPU launched after."""
         with interrupts_wait():  # the messages of a step are sent and received all, or none
-            self.link.mark()
-            if self.link.is_eager:
+            self.link.order_receives()
+            if self.link.is_host_driven:
                 self.link.receive_step(self._messages(epoch))
             yield
-            if not self.link.is_eager:
+            if not self.link.is_host_driven:
                 self.link.receive_step(self._messages(epoch))
 
     def release(self) -> None:
@@ -205,18 +205,18 @@ class Speculator(LinkedDecoder):
         """Take the verifier's x in front of a layer where its own may be wrong."""
         buffers, pair, last = self.buffers, self.pair, layer == self.config.num_layers
         gamma = self.weights.final_norm if last else self.weights.layers[layer].input_norm
-        if self.link.is_eager and not last and layer >= self._lead:
+        if self.link.is_host_driven and not last and layer >= self._lead:
             self.link.await_message(layer - self._lead)
         self._agree()
         choose_x(pair, layer, STEP_TIMEOUT_NS)
-        if self.link.is_eager and bool(pair.takes(layer)):
+        if self.link.is_host_driven and bool(pair.takes(layer)):
             self.link.await_message(layer)
         take_x(pair, layer, buffers.x, gamma, buffers.x_norm, buffers.square_sums, STEP_TIMEOUT_NS)
 
     def logits(self) -> None:
         """Logits as the verifier has them. Beside them, its k and v, verdicts and recall lists are stored."""
         pair, recall = self.pair, self.speculation.recall
-        with self.link.beside():
+        with self.link.fork():
             for layer, cache in enumerate(self.cache.layers):
                 replace_newest(pair, layer, cache, self.buffers.seq_lens)
         self._project_logits()

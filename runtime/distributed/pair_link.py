@@ -53,7 +53,7 @@ class PairLink:
         self._num_noted = 0  # messages of this step
 
     @property
-    def is_eager(self) -> bool:
+    def is_host_driven(self) -> bool:
         """The host takes part in each message: on a CPU."""
         return self._streams is None
 
@@ -64,7 +64,7 @@ class PairLink:
         for call in (send, receive) if is_first else (receive, send):
             call()
 
-    def mark(self) -> None:
+    def order_receives(self) -> None:
         """Let the messages of the next step follow the launches so far."""
         if self._streams is not None:
             self._streams[1].wait_stream(torch.cuda.current_stream())
@@ -72,7 +72,7 @@ class PairLink:
     def receive_step(self, messages: Sequence[Expected]) -> None:
         """Receive the messages of a step, in order, beside all launches to come.
 
-        They follow `mark`: the launches of the step before read what is received.
+        They follow `order_receives`: the launches of the step before read what is received.
         """
         if is_compiling():
             for _, note in messages:
@@ -97,11 +97,11 @@ class PairLink:
         if self._streams is None:
             self._sent.append(dist.broadcast(message, self._rank, group=self._out, async_op=True))
             return
-        with self.beside():
+        with self.fork():
             dist.broadcast(message, self._rank, group=self._out)
 
     @contextmanager
-    def beside(self) -> Iterator[None]:
+    def fork(self) -> Iterator[None]:
         """Launches of this block follow the launches so far and what was sent, and run beside later launches."""
         if self._streams is None:
             yield
@@ -112,7 +112,7 @@ class PairLink:
             yield
 
     def join(self) -> None:
-        """Let later launches follow what was sent and launched `beside`."""
+        """Let later launches follow what was sent and launched in `fork`."""
         for work in self._sent:
             if work is not None:
                 work.wait()
