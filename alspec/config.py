@@ -330,6 +330,7 @@ class ChatConfig(CommandConfig, EngineConfig, SamplingConfig):
 
     max_new_tokens: Int = Field(default=1024, ge=1, description="most tokens of an answer; fewer if fewer fit")
     system: str | None = Field(default=None, description="system message")
+    color: bool = Field(default=False, description="shade each token by its speculation hit rate, on a terminal")
 
 
 class LatencyConfig(CommandConfig, EngineConfig, ChoiceConfig):

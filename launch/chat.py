@@ -14,7 +14,15 @@ from typing import Any
 from alspec.config import ChatConfig, SamplingConfig
 from alspec.errors import DoesNotFitError, UserError
 from alspec.launch.terminal.conversation import HELP, Conversation
-from alspec.launch.terminal.display import Printer, StatusLine, print_turn, use_utf8, why_no_hit_rate
+from alspec.launch.terminal.display import (
+    Printer,
+    StatusLine,
+    color_without_effect,
+    print_turn,
+    shows_color,
+    use_utf8,
+    why_no_hit_rate,
+)
 from alspec.launch.terminal.flags import (
     Parser,
     cuts_without_effect,
@@ -87,6 +95,7 @@ def _load(config: ChatConfig, engine: Engine, status: StatusLine) -> None:
     if engine.placement.rank == 0:
         advice = "use --speculation simulated, or paired on two ranks"
         ignored = speculation_without_effect(config, engine.mode != "off", advice)
+        ignored += color_without_effect(engine.mode != "off" or config.draft != "off") if config.color else []
         notify([*engine.take_notices(), *notices, *cuts_without_effect(config), *ignored])
 
 
@@ -137,7 +146,7 @@ class _Chat:
             )
         sampling = _sampling(self._config, room)
         engine.agreement.broadcast(json.dumps([ids, sampling.max_new_tokens]))
-        printer = Printer([{}], is_batch=False, color=False)
+        printer = Printer([{}], is_batch=False, color=self._config.color and shows_color())
         engine.heartbeat.end_output = self._end_output(printer)
         stop, has_begun, is_stopped = _Stop(engine), False, False
         tokens = engine.stream(ids, sampling, progress=self._status.show_prompt_progress(len(ids)))

@@ -16,7 +16,7 @@ import torch
 
 from alspec.config import PROMPTS, GenerateConfig, SamplingConfig
 from alspec.errors import UserError
-from alspec.launch.terminal.display import Printer, StatusLine, print_panel, shows_color, use_utf8
+from alspec.launch.terminal.display import Printer, StatusLine, color_without_effect, print_panel, shows_color, use_utf8
 from alspec.launch.terminal.flags import Parser, cuts_without_effect, notify, parse_command, speculation_without_effect
 from alspec.launch.terminal.output import Finished, exit_code, is_dash, write_text
 from alspec.launch.terminal.plan import PlanSettings, add_plan_flags, plan_settings, print_plan
@@ -111,10 +111,8 @@ def _without_effect(config: GenerateConfig, is_batch: bool, mode: str) -> list[s
     notices = []
     if config.color and is_batch:
         notices.append("--color shades nothing: a batch is printed as JSON")
-    elif config.color and mode == "off" and config.draft == "off":
-        notices.append("--color shades nothing: nothing is speculated")
-    elif config.color and not shows_color():
-        notices.append("--color shades nothing: standard output is no terminal; FORCE_COLOR=1 shades all the same")
+    elif config.color:
+        notices += color_without_effect(mode != "off" or config.draft != "off")
     notices += cuts_without_effect(config)
     if config.n > 1 and config.temperature == 0.0:
         notices.append(f"--answers gives the same answer {config.n} times: temperature 0 takes the most likely token")

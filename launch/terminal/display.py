@@ -17,7 +17,16 @@ from rich.table import Table
 from alspec.runtime.engine.generation import Token
 from alspec.runtime.engine.memory import GIB
 
-__all__ = ["Printer", "StatusLine", "print_panel", "print_turn", "shows_color", "use_utf8", "why_no_hit_rate"]
+__all__ = [
+    "Printer",
+    "StatusLine",
+    "color_without_effect",
+    "print_panel",
+    "print_turn",
+    "shows_color",
+    "use_utf8",
+    "why_no_hit_rate",
+]
 
 
 class StatusLine:
@@ -128,6 +137,15 @@ def _shade(hit_rate: float) -> Style:
     return Style(
         bgcolor=Color.from_rgb(200 * (1 - hit_rate), 60 + 80 * hit_rate, 60), color=Color.from_rgb(255, 255, 255)
     )
+
+
+def color_without_effect(has_speculation: bool) -> list[str]:
+    """Return a notice if `--color` shades nothing. has_speculation: tokens have verdicts, or are drafts."""
+    if not has_speculation:
+        return ["--color shades nothing: nothing is speculated"]
+    if not shows_color():
+        return ["--color shades nothing: standard output is no terminal; FORCE_COLOR=1 shades all the same"]
+    return []
 
 
 def why_no_hit_rate(first_lossy: int) -> str:

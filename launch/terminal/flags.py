@@ -86,7 +86,9 @@ class Parser(argparse.ArgumentParser):
         known = [flag for action in self._actions for flag in action.option_strings]
         unknown = message.removeprefix("unrecognized arguments: ").split()
         if unknown and unknown[0].startswith("-") and "unrecognized" in message:
-            nearest = nearest_name(unknown[0].split("=")[0], known)
+            name = unknown[0].split("=")[0]
+            by_field = {f"--{action.dest.rpartition('.')[2]}": action.option_strings[0] for action in self._actions}
+            nearest = by_field.get(name.replace("-", "_").replace("__", "--", 1)) or nearest_name(name, known)
             hint = "see --help" if nearest is None else f"the nearest valid name is {nearest}"
             message = f"unknown flag {unknown[0]}; {hint}"
         raise UserError(f"flags: {message}")
@@ -305,6 +307,8 @@ def speculation_without_effect(config: EngineConfig, speculates: bool, advice: s
     has_predictor = speculates or config.draft == "self"
     if has_predictor and own.predictor == "window" and own.recall_blocks != default.recall_blocks:
         notices.append("--recall-blocks without effect: --predictor window recalls no blocks")
+    if own.mode == "simulated" and own.always:
+        notices.append("--pair-always without effect: only a pair over a link pauses")
     if speculates:
         return notices
     flags = {

@@ -213,6 +213,20 @@ def test_a_line_that_is_not_text_is_left_out(talk: Talk) -> None:
     assert len(turns(err)) == 2
 
 
+def test_color(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accepted drafts are shaded; where nothing can be, a notice says why."""
+    flags = ("--max-new-tokens", 9, "--ignore-eos", "--color")
+    notice = "alspec: --color shades nothing: "
+    assert talk("hi\n", *flags)[2].startswith(notice + "nothing is speculated\n")
+    drafts = (*flags, "--draft", "self", "--draft-always")
+    assert talk("hi\n", *drafts)[2].startswith(notice + "standard output is no terminal")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    _, out, err = talk("hi\n", *drafts)
+    assert notice not in err
+    assert "\x1b[" in out
+    assert re.sub(r"\x1b\[[\d;]*m", "", out) == talk("hi\n", *flags[:3])[1]
+
+
 def test_why_short_turns_have_no_hit_rate_is_said_once(talk: Talk) -> None:
     flags = ("--max-new-tokens", 3, "--ignore-eos", "--speculation", "simulated", "--predictor", "window")
     notice = "alspec: no hit rate: counted from 320 tokens on; A~ leaves out hardly anything before\n"
@@ -225,6 +239,8 @@ def test_why_short_turns_have_no_hit_rate_is_said_once(talk: Talk) -> None:
     assert notice not in talk("hi\n", "--max-new-tokens", 1, *flags[2:])[2]
     blocks = "alspec: --recall-blocks without effect: --predictor window recalls no blocks\n"
     assert talk("hi\n", *flags, "--recall-blocks", 8)[2].startswith(blocks)
+    always = "alspec: --pair-always without effect: only a pair over a link pauses\n"
+    assert talk("hi\n", *flags, "--pair-always")[2].startswith(always)
 
 
 class Terminal:

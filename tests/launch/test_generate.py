@@ -587,7 +587,10 @@ def test_script_reports_a_mistake_in_one_line(tmp_path: Path) -> None:
     assert done.stderr == "alspec: exit 2: flags: unknown flag --promt; the nearest valid name is --prompt\n"
 
 
-@pytest.mark.parametrize(("word", "meant"), [("--temp", "--temperature"), ("--max-con", "--max-context")])
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [("--temp", "--temperature"), ("--max-con", "--max-context"), ("--n", "--answers"), ("--always", "--pair-always")],
+)
 def test_the_beginning_of_a_flag_suggests_it(word: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert generate.main([word, "1"]) == 2
     line = f"alspec: exit 2: flags: unknown flag {word}; the nearest valid name is {meant}\n"
