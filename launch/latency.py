@@ -38,7 +38,8 @@ from alspec.launch.terminal.output import append_rows, exit_code, result_console
 from alspec.launch.terminal.prompts import from_first_rank, read_text_ids
 from alspec.models.checkpoint.source import model_config, model_name
 from alspec.runtime.cache.codecs import cache_name, check_codec, check_softmax, fit_heads
-from alspec.runtime.distributed.placement import Placement, choose_device, choose_mode, why_no_peers
+from alspec.runtime.distributed.placement import Placement, why_no_peers
+from alspec.runtime.engine.choices import choose_device, choose_mode
 from alspec.runtime.engine.engine import Engine
 from alspec.runtime.faults.guard import guarded, translate_out_of_memory
 from alspec.runtime.profiling.forced_verdicts import ForcedVerdicts, read_layer_rates

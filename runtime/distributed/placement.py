@@ -10,27 +10,17 @@ from typing import Literal
 
 import torch
 
-from alspec.config import EngineConfig
 from alspec.errors import UserError
 from alspec.models.llama import Shard
-from alspec.models.llama_config import LlamaConfig
 
 __all__ = [
     "Placement",
     "PeerMemory",
-    "check_links",
-    "choose_device",
-    "choose_graph",
-    "choose_mode",
-    "is_linked",
-    "peer_memory_candidates",
     "gpus_without_access",
     "why_no_peers",
 ]
 
 PeerMemory = Literal["symm", "host"]  # GPU memory of peers; pinned host memory
-# --transport or --pair-transport -> peer memories to try, best first.
-PEER_MEMORIES: dict[str, tuple[PeerMemory, ...]] = {"auto": ("symm", "host"), "symm": ("symm",), "host": ("host",)}
 
 
 @dataclass(frozen=True)
@@ -141,123 +131,6 @@ class Placement:
         return Shard(self.tp_rank, self.tp_size, self.peer_rank, len(self.peers))
 
 
-def choose_mode(requested: str, config: LlamaConfig, world_size: int) -> tuple[str, int]:
-    """Resolve the mode `auto` and check that the model divides over the ranks.
-
-    `auto` is tensor parallelism over all ranks if the model divides by their number, because pairing gains only what
-    tensor parallelism cannot. Otherwise (as 6 query heads over 4 ranks) one half of the ranks pairs with the other.
-
-    Args:
-        requested: value of --speculation.
-        config: the model's.
-        world_size: ranks of the job.
-    Returns:
-        The mode in use, and its number of groups.
-    Raises:
-        UserError: an odd number of ranks for `paired`, or a model that does not divide over a group.
-    """
-    if requested == "auto":
-        paired = (
-            world_size % 2 == 0 and world_size not in config.valid_tp_sizes and world_size // 2 in config.valid_tp_sizes
-        )
-        requested = "paired" if paired else "off"
-    if requested == "paired":
-        if world_size < 2 or world_size % 2:
-            raise UserError(
-                f"speculation: paired needs an even number of ranks, found {world_size}; "
-                "start it with torchrun --nproc-per-node 2 (or 4, ...), or use --speculation simulated"
-            )
-        config.check_tp_size(world_size // 2)
-        return "paired", 2
-    config.check_tp_size(world_size)
-    return requested, 1
-
-
-def is_linked(config: EngineConfig, placement: Placement) -> bool:
-    """Whether the two groups of a pair exchange messages over NCCL: as asked for, or because they span hosts."""
-    if config.pair_transport != "auto":
-        return config.pair_transport == "nccl"
-    return config.transport == "nccl" or not placement.is_one_host
-
-
-def check_links(config: EngineConfig, mode: str, placement: Placement, device: torch.device) -> None:
-    """Refuse transports that exclude each other, or that these ranks cannot have.
-
-    Args:
-        mode: speculation mode in use.
-        placement: complete, with groups and link.
-    Raises:
-        UserError: names the flag.
-    """
-    inside, between = config.transport, config.pair_transport
-    if between != "auto" and mode != "paired":
-        raise UserError(f"pair_transport: {between} needs --speculation paired, found {mode}; leave it out")
-    if between == "gloo" and device.type == "cuda":
-        raise UserError("pair_transport: gloo is for the CPU, and this runs on GPUs; use nccl, or --transport gloo")
-    if between not in ("auto", "gloo") and device.type != "cuda":
-        raise UserError(f"pair_transport: {between} needs GPUs, and this runs on the CPU; use auto or gloo")
-    if between in ("symm", "host"):
-        if not placement.is_one_host:
-            raise UserError(f"pair_transport: {between} works inside one host, found several hosts; use auto or nccl")
-        if inside not in ("auto", between):
-            raise UserError(
-                f"pair_transport: {between} needs the same memory inside a group, found --transport {inside}; "
-                f"use --transport {between}, or --pair-transport nccl"
-            )
-    if inside in ("symm", "host") and len(placement.peers) > 1 and not placement.is_inside_host(placement.peers):
-        raise UserError(
-            f"transport: {inside} works inside one host, and the {len(placement.peers)} ranks that exchange results "
-            "are on several hosts; use auto or nccl"
-        )
-
-
-def choose_device(config: EngineConfig, placement: Placement) -> tuple[torch.device, str, str]:
-    """Choose device and backend: GPUs if every local rank has one, else the CPU.
-
-    Returns:
-        device, backend (`nccl` or `gloo`), and a sentence on an unexpected choice ('' if there is none).
-    Raises:
-        UserError: the transport needs GPUs, and there are fewer GPUs than local ranks.
-    """
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if config.transport in ("nccl", "symm", "host") and gpus < placement.local_world_size:
-        raise UserError(
-            f"transport: {config.transport} needs one GPU for each rank, found {gpus} for "
-            f"{placement.local_world_size} ranks; start fewer ranks or use --transport gloo (CPU)"
-        )
-    if config.transport == "gloo" or gpus < placement.local_world_size:
-        notice = ""
-        if config.transport == "auto" and gpus:
-            notice = f"{gpus} GPU(s) for {placement.local_world_size} ranks: running on the CPU with gloo"
-        return torch.device("cpu"), "gloo", notice
-    return torch.device("cuda", placement.local_rank), "nccl", ""
-
-
-def peer_memory_candidates(
-    config: EngineConfig, mode: str, num_peers: int, has_fused_step: bool
-) -> tuple[PeerMemory, ...]:
-    """Peer memories to try for LL packets, best first; empty if the fused kernels of a step do not decode.
-
-    Args:
-        config: names the transports.
-        mode: speculation mode in use, for the message.
-        num_peers: ranks that exchange results.
-        has_fused_step: a whole step runs as fused kernels.
-    Raises:
-        UserError: the transport names a peer memory, and the fused kernels do not decode.
-    """
-    requested = config.transport
-    candidates = PEER_MEMORIES.get(requested, ())
-    if requested == "auto" and config.pair_transport in PEER_MEMORIES:
-        candidates = PEER_MEMORIES[config.pair_transport]
-    if requested != "auto" and candidates and not has_fused_step:
-        raise UserError(
-            f"transport: {requested} is not available with speculation {mode}; "
-            "use --speculation off or paired, or --transport nccl"
-        )
-    return candidates if has_fused_step and num_peers > 1 else ()
-
-
 def gpus_without_access(gpus: Sequence[int]) -> list[tuple[int, int]]:
     """Return the pairs (a, b) of these GPUs of this host where a cannot access the memory of b."""
     return [(a, b) for a, b in itertools.permutations(gpus, 2) if not torch.cuda.can_device_access_peer(a, b)]
@@ -269,25 +142,3 @@ def why_no_peers(gpus: Sequence[int]) -> str:
         return "NCCL_P2P_DISABLE=1"
     without = gpus_without_access(gpus)
     return f"GPU {without[0][0]} cannot reach GPU {without[0][1]}" if without else ""
-
-
-def choose_graph(config: EngineConfig, mode: str, device: torch.device, has_fused_step: bool, trace: bool) -> bool:
-    """Decide whether steps are captured in CUDA graphs, which needs the fused kernels.
-
-    Args:
-        config: its `cuda_graph` is on, off or auto.
-        mode: speculation mode in use, for the message.
-        device: where the model runs.
-        has_fused_step: a whole step runs as fused kernels.
-        trace: operations are timed one by one.
-    Raises:
-        UserError: `on` without a GPU, without the fused kernels, or with a trace.
-    """
-    if config.cuda_graph == "on":
-        if device.type != "cuda":
-            raise UserError("cuda_graph: on needs a GPU, and this runs on the CPU; use auto or off")
-        if not has_fused_step:
-            raise UserError(f"cuda_graph: on is not available with speculation {mode}; use auto or off")
-        if trace:
-            raise UserError("cuda_graph: on excludes trace, which times operations launched one by one; use off")
-    return has_fused_step and device.type == "cuda" and config.cuda_graph != "off" and not trace

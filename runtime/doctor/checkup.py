@@ -23,8 +23,9 @@ import torch.distributed as dist
 
 from alspec.config import EngineConfig
 from alspec.errors import CannotConnectError, RankFailureError, UserError, one_line
-from alspec.runtime.distributed.placement import Placement, choose_device
+from alspec.runtime.distributed.placement import Placement
 from alspec.runtime.distributed.transport import Transport, connect_store
+from alspec.runtime.engine.choices import choose_device
 from alspec.runtime.faults.heartbeat import Heartbeat
 
 __all__ = ["CHECKS", "Check", "Scope", "check", "run_checks", "skip"]

@@ -1,11 +1,9 @@
-"""The composition root: mode, device, peer memory and decoder of an engine are chosen and put together here.
+"""The composition root: peer memory, cache and decoder of an engine are put together here, as choices.py has chosen.
 
-`choose` takes no device memory and finds the user's mistakes. Every rank calls the functions that get a `Transport`.
+Every rank calls the functions that get a `Transport`.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -24,7 +22,7 @@ from alspec.latency_model import LinkCosts, at_rate, linked_tp_step_us, tp_step_
 from alspec.models.llama import Llama
 from alspec.models.llama_config import LlamaConfig
 from alspec.models.matrix_formats import largest_product
-from alspec.runtime.cache.codecs import Cache, check_codec, check_head_dim, new_cache
+from alspec.runtime.cache.codecs import Cache, new_cache
 from alspec.runtime.cache.recall_state import new_recall_state
 from alspec.runtime.decode.captured_step import CapturedStep
 from alspec.runtime.decode.decode_step import DecodeStep
@@ -35,27 +33,16 @@ from alspec.runtime.decode.linked_decoders import Speculator, Verifier
 from alspec.runtime.decode.pair_policy import PairPolicy
 from alspec.runtime.decode.paired_decoder import PairedDecoder
 from alspec.runtime.distributed.peer_memory import build_exchanges, probe_peer_memory
-from alspec.runtime.distributed.placement import (
-    PeerMemory,
-    Placement,
-    check_links,
-    choose_device,
-    choose_graph,
-    choose_mode,
-    is_linked,
-    peer_memory_candidates,
-)
+from alspec.runtime.distributed.placement import PeerMemory
 from alspec.runtime.distributed.transport import Transport
-from alspec.runtime.engine.memory import DTYPES
+from alspec.runtime.engine.choices import Choices
 from alspec.runtime.profiling.predicted_costs import STREAM_BYTES_PER_S, link_costs, message_values, step_costs
 from alspec.runtime.profiling.stats import device_bandwidth
 
 __all__ = [
-    "Choices",
     "build_cache",
     "build_captured_step",
     "build_decode_step",
-    "choose",
     "choose_pair_policy",
     "choose_products",
     "eager_notices",
@@ -65,85 +52,6 @@ __all__ = [
     "network_notices",
     "recalled_blocks",
 ]
-
-
-@dataclass(frozen=True)
-class Choices:
-    """What follows from the configuration, the model and the ranks of the job."""
-
-    mode: str  # off, simulated or paired
-    placement: Placement
-    device: torch.device
-    backend: str  # nccl or gloo
-    dtype_name: str
-    has_fused_step: bool  # a whole step runs as fused kernels: it can be captured, and ranks can exchange packets
-    uses_graph: bool
-    candidates: tuple[PeerMemory, ...]  # memory through which packets may travel, best first; see `find_peer_memory`
-    notices: list[str] = field(default_factory=list)  # choices that a user may not expect
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Data type of weights and activations."""
-        return DTYPES[self.dtype_name]
-
-    @property
-    def packs_weights(self) -> bool:
-        """Quantised weights are kept packed: kernels for them run on GPUs, with activations of 16 bits."""
-        return self.device.type == "cuda" and self.dtype.itemsize == 2
-
-
-def choose(
-    config: EngineConfig, model: LlamaConfig, has_trace: bool, draft_model: LlamaConfig | None = None
-) -> Choices:
-    """Choose mode, device, dtype and how steps run.
-
-    Args:
-        has_trace: each operation is timed, which needs steps launched one by one.
-        draft_model: shape of the smaller model of `--draft model:DIR`.
-    Raises:
-        UserError: what was asked for is not available here.
-    """
-    environment = Placement.from_environment()
-    requested = config.speculation.mode
-    if config.draft != "off" and requested not in ("auto", "off"):
-        raise UserError(
-            f"draft: {config.draft} needs --speculation off, found {requested}; drafts keep the text, an accepted A~ "
-            "may not"
-        )
-    mode, num_groups = choose_mode(requested, model, environment.world_size)
-    placement = replace(environment, num_groups=num_groups)
-    check_codec(config.kv_cache, model, placement.tp_size, config.kv_protect)
-    device, backend, notice = choose_device(config, placement)
-    check_head_dim(model, device)
-    notices = [notice] if notice else []
-    if config.draft != "off" and mode != "off":
-        sizes = [size for size in model.valid_tp_sizes if draft_model is None or size in draft_model.valid_tp_sizes]
-        raise UserError(
-            f"draft: {config.draft} needs mode off, and --speculation auto takes a pair here, because heads do not "
-            f"divide over {placement.world_size} ranks; numbers of ranks that work: {', '.join(map(str, sizes))}"
-        )
-    if mode == "paired" and requested == "auto":
-        notices.append(
-            f"speculation: a pair, because heads do not divide over {placement.world_size} ranks; A~ within lambda "
-            f"{config.speculation.threshold:g} is accepted (threshold 0 accepts none)"
-        )
-    has_fused_step = device.type == "cuda" and mode in ("off", "paired")
-    if has_fused_step and mode == "paired":
-        placement = replace(placement, is_linked=is_linked(config, placement))
-    if device.type == "cuda" and not has_fused_step:
-        notices.append(f"{mode}: operations are launched one by one; captured steps serve off and paired")
-    if requested == "auto" and mode == "off" and not has_fused_step and not placement.is_one_host:
-        notices.append(
-            "speculation: off, with two all-reduces over the network in each layer; the verifier of a pair waits for "
-            "no message (--speculation paired), and one host alone may be faster (docs/two_hosts.md)"
-        )
-    check_links(config, mode, placement, device)
-    candidates = peer_memory_candidates(config, mode, len(placement.peers), has_fused_step)
-    uses_graph = choose_graph(config, mode, device, has_fused_step, has_trace)
-    if has_trace and has_fused_step:
-        notices.append("operations are launched one by one, because --trace times each of them")
-    dtype_name = config.dtype or (model.dtype if device.type == "cuda" else "fp32")
-    return Choices(mode, placement, device, backend, dtype_name, has_fused_step, uses_graph, candidates, notices)
 
 
 def recalled_blocks(config: EngineConfig, mode: str) -> int:

@@ -28,7 +28,8 @@ from alspec.runtime.decode.rounds.round_step import RoundStep
 from alspec.runtime.decode.rounds.row_forward import RowForward
 from alspec.runtime.distributed.placement import PeerMemory
 from alspec.runtime.distributed.transport import Transport
-from alspec.runtime.engine.composition import Choices, most_rows
+from alspec.runtime.engine.choices import Choices
+from alspec.runtime.engine.composition import most_rows
 from alspec.runtime.engine.loading import open_model, read_weights
 from alspec.runtime.engine.memory import RoundSize
 from alspec.runtime.engine.round_composition import build_captured_rounds

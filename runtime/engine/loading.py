@@ -30,7 +30,7 @@ from alspec.runtime.decode.prefill import CHUNK_TOKENS, prefill
 from alspec.runtime.distributed.agreement import fingerprint, shared_settings
 from alspec.runtime.distributed.placement import Placement
 from alspec.runtime.distributed.transport import Transport
-from alspec.runtime.engine.composition import Choices
+from alspec.runtime.engine.choices import Choices
 
 __all__ = ["agreed_settings", "model_notices", "open_model", "read_weights", "take_device", "warm_up_prompts"]
 

@@ -25,6 +25,7 @@ from alspec.runtime.distributed.failed_start import new_job
 from alspec.runtime.distributed.placement import PeerMemory
 from alspec.runtime.distributed.transport import TIMEOUT, Transport, connect_store
 from alspec.runtime.engine import composition
+from alspec.runtime.engine.choices import choose
 from alspec.runtime.engine.drafting import Drafting, draft_model_config
 from alspec.runtime.engine.generation import (
     Generation,
@@ -92,7 +93,7 @@ class Resources:
         self.checkpoint, self.tokenizer = open_model(config, self.model_config)
         check_max_context(config.max_context, self.model_config)
         draft_model = draft_model_config(config)
-        self._choices = composition.choose(config, self.model_config, trace, draft_model)
+        self._choices = choose(config, self.model_config, trace, draft_model)
         tp_size = self._choices.placement.tp_size
         self.model_config = config_with_weights(config, self.model_config, tp_size, self._choices.packs_weights)
         self._drafting = Drafting.open(config, self.model_config, draft_model, self.tokenizer, self._choices)

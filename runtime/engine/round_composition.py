@@ -36,7 +36,8 @@ from alspec.runtime.decode.rounds.token_history import TokenHistory
 from alspec.runtime.distributed.peer_memory import build_exchanges
 from alspec.runtime.distributed.placement import PeerMemory
 from alspec.runtime.distributed.transport import Transport
-from alspec.runtime.engine.composition import Choices, choose_products
+from alspec.runtime.engine.choices import Choices
+from alspec.runtime.engine.composition import choose_products
 
 __all__ = ["build_captured_rounds", "build_row_append"]
 

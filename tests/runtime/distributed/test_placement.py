@@ -1,4 +1,4 @@
-"""Groups, pairs and shards of ranks; the choice of mode and device."""
+"""Groups, pairs and shards of ranks; the choice of mode, device and links (runtime/engine/choices.py)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from alspec.config import EngineConfig
 from alspec.errors import UserError
 from alspec.models.llama import Shard
 from alspec.models.llama_config import LlamaConfig
-from alspec.runtime.distributed.placement import (
-    Placement,
+from alspec.runtime.distributed.placement import Placement
+from alspec.runtime.engine.choices import (
     check_links,
     choose_device,
     choose_graph,

@@ -13,7 +13,7 @@ from paths import ROOT
 
 from alspec.config import EngineConfig
 from alspec.models.llama_config import LlamaConfig
-from alspec.runtime.engine.composition import Choices
+from alspec.runtime.engine.choices import Choices
 from alspec.runtime.engine.drafting import Drafting, draft_config_with_weights, draft_copy_config
 from alspec.runtime.engine.weight_settings import config_with_weights
 from alspec.runtime.profiling.predicted_costs import rows_us

@@ -14,8 +14,10 @@ from alspec.errors import UserError
 from alspec.latency_model import LinkCosts
 from alspec.models.demo import DEMO_CHECKPOINT
 from alspec.models.llama_config import LlamaConfig
+from alspec.runtime.engine import choices as engine_choices
 from alspec.runtime.engine import composition
-from alspec.runtime.engine.composition import Choices, find_peer_memory
+from alspec.runtime.engine.choices import Choices
+from alspec.runtime.engine.composition import find_peer_memory
 from alspec.runtime.profiling.predicted_costs import STREAM_BYTES_PER_S
 
 
@@ -31,7 +33,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def choose(**options: object) -> Choices:
     config = EngineConfig.model_validate({"speculation": {"mode": "paired"}} | options)
-    return composition.choose(config, LlamaConfig.from_folder(DEMO_CHECKPOINT), has_trace=False)
+    return engine_choices.choose(config, LlamaConfig.from_folder(DEMO_CHECKPOINT), has_trace=False)
 
 
 @pytest.mark.usefixtures("host")
@@ -69,7 +71,7 @@ class Network:
 def notices(link_us: float, device: str = "cpu", slowest: float = math.inf, **options: object) -> list[str]:
     config = EngineConfig.model_validate({"speculation": {"mode": "auto"}} | options)
     model = LlamaConfig.from_shape("llama-3.1-8b")
-    choices = replace(composition.choose(config, model, has_trace=False), device=torch.device(device))
+    choices = replace(engine_choices.choose(config, model, has_trace=False), device=torch.device(device))
     network = Network(link_us, slowest)
     return composition.network_notices(choices, config, model, network, 8192)  # type: ignore[arg-type]
 
@@ -151,7 +153,7 @@ def test_a_notice_says_when_rounds_are_too_large_to_be_captured(monkeypatch: pyt
     for shape, drafts, batch_size, most in cases:
         config = EngineConfig(random_weights=shape, draft="ngram", draft_tokens=drafts)
         model = LlamaConfig.from_shape(shape)
-        choices = composition.choose(config, model, has_trace=False)
+        choices = engine_choices.choose(config, model, has_trace=False)
         (*found,) = composition.eager_notices(choices, batch_size, config, model, [])
         assert len(found) == (0 if most is None else 1)
         if most is not None:

@@ -14,8 +14,8 @@ import sys
 import torch
 
 from alspec.config import EngineConfig
-from alspec.runtime.distributed import placement
 from alspec.runtime.distributed.placement import Placement
+from alspec.runtime.engine import choices
 
 
 def share_gpus() -> None:
@@ -34,7 +34,7 @@ def share_gpus() -> None:
     def can_device_access_peer(device: int, peer: int) -> bool:
         return device % num_gpus == peer % num_gpus or reaches(device % num_gpus, peer % num_gpus)
 
-    placement.choose_device = choose_device
+    choices.choose_device = choose_device
     torch.cuda.can_device_access_peer = can_device_access_peer
 
 
