@@ -87,8 +87,12 @@ class Parser(argparse.ArgumentParser):
         unknown = message.removeprefix("unrecognized arguments: ").split()
         if unknown and unknown[0].startswith("-") and "unrecognized" in message:
             name = unknown[0].split("=")[0]
-            by_field = {f"--{action.dest.rpartition('.')[2]}": action.option_strings[0] for action in self._actions}
-            nearest = by_field.get(name.replace("-", "_").replace("__", "--", 1)) or nearest_name(name, known)
+            # A field's own name may differ from its flag: `n` is --answers.
+            by_field = {
+                action.dest.rpartition(".")[2]: action.option_strings[0]
+                for action in self._actions if action.option_strings
+            }  # fmt: skip
+            nearest = by_field.get(name.lstrip("-").replace("-", "_")) or nearest_name(name, known)
             hint = "see --help" if nearest is None else f"the nearest valid name is {nearest}"
             message = f"unknown flag {unknown[0]}; {hint}"
         raise UserError(f"flags: {message}")
