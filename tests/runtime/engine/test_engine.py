@@ -36,7 +36,7 @@ from alspec.models.llama import Shard
 from alspec.runtime.distributed import transport as transport_module
 from alspec.runtime.distributed.agreement import fingerprint, shared_settings
 from alspec.runtime.distributed.placement import Placement
-from alspec.runtime.engine import composition, prompt_pass, resources
+from alspec.runtime.engine import choices, composition, prompt_pass, resources
 from alspec.runtime.engine.engine import Engine
 from alspec.runtime.engine.generation import Generation, Token
 from alspec.runtime.engine.memory import plan_memory
@@ -412,7 +412,7 @@ def test_batches_too_large_for_fused_kernels_run_eagerly_or_are_refused(tiny_fol
 
 @pytest.mark.parametrize("mode", ["off", "simulated"])
 def test_simulated_on_a_gpu_has_a_notice(mode: str, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(composition, "choose_device", lambda *_: (torch.device("cuda", 0), "nccl", ""))
+    monkeypatch.setattr(choices, "choose_device", lambda *_: (torch.device("cuda", 0), "nccl", ""))
     notices = ["simulated: operations are launched one by one; captured steps serve off and paired"]
     assert Engine.from_pretrained(tiny_folder, speculation=mode).notices == (notices if mode == "simulated" else [])
 
