@@ -148,6 +148,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.multi_gpu
 @pytest.mark.gpu
 @needs(2)

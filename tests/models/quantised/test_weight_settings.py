@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +35,6 @@ from alspec.runtime.profiling.stats import step_bytes
 CPU, F32, BF16 = torch.device("cpu"), torch.float32, torch.bfloat16
 # What no kernel takes: codes of 8 bits, and groups in another order.
 DENSE = ("int8-group", "gptq-8", "int4-ordered", "gptq-ordered", "gptq-v2-ordered", "gptq-in-order")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def load(
