@@ -32,7 +32,7 @@ from sections.quality_tables import (
 )
 from sections.readme_tables import attention_at_a_glance, speculation_at_a_glance, steps_at_a_glance, steps_of_8b
 from sections.recall_tables import recall, short_costs, short_hits
-from sections.round_table import against_plain, rounds, with_texts
+from sections.round_table import against_plain, round_costs, rounds, with_texts
 from sections.shape_table import shapes
 from sections.speculation_tables import short_speculation, speculation
 from sections.turn_table import turns
@@ -77,7 +77,8 @@ def main() -> None:
         HERE.parent / "drafts.md",
         drafts=accepted(read("drafts.jsonl")),
         parted_texts=parted(read("draft_texts.jsonl")),
-        rounds=against_plain(read("decode_rounds.jsonl")),
+        rounds=against_plain(read("decode_rounds.jsonl"), with_ngram=False),
+        round_costs=round_costs(read("decode_rounds.jsonl")),
         rounds_of_texts=with_texts(read("decode_rounds.jsonl")),
     )
     packed = read("weights.jsonl")

@@ -27,12 +27,14 @@ def rounds(rows: list[dict[str, Any]]) -> str:
     return "\n\n".join(["## Rounds with drafts", text, provenance(*rows), *tables])
 
 
-def against_plain(rows: list[dict[str, Any]]) -> str:
+def against_plain(rows: list[dict[str, Any]], with_ngram: bool = True) -> str:
     """A line for each kind of round and context with forced acceptance; later rows replace earlier ones."""
     plain, found = _plain_and_rounds(rows, is_real=False)
     lines = []
     for (place, *_, acceptance), row in sorted(found.items(), key=_order):
         step, case = _step_of(plain, place, row), row["case"]
+        if case["draft"] == "ngram" and not with_ngram:
+            continue
         step_ms, round_ms = step["us"]["p50"] / 1e3, row["us"]["p50"] / 1e3
         lines.append(
             [
@@ -44,6 +46,22 @@ def against_plain(rows: list[dict[str, Any]]) -> str:
         )  # fmt: skip
     head = ["GPUs", "drafter", "K", "requests", "weights", "cache", "tokens", "accepted (forced)", "plain step, ms"]
     return table([*head, "round, ms", "tokens a round", "tokens/s"], lines)
+
+
+def round_costs(rows: list[dict[str, Any]]) -> str:
+    """For each cache and context, the time of a round of n-gram drafts in plain steps, by the number of drafts."""
+    plain, found = _plain_and_rounds(rows, is_real=False)
+    costs: dict[tuple[Any, ...], dict[int, float]] = {}
+    for (place, _, drafter, count, _), row in sorted(found.items(), key=_order):
+        if drafter == "ngram":
+            key = place[0], row["case"]["batch"], *place[2:4]
+            costs.setdefault(key, {})[count] = row["us"]["p50"] / _step_of(plain, place, row)["us"]["p50"]
+    counts = sorted({count for found_costs in costs.values() for count in found_costs})
+    cells = [
+        [*map(str, key), *(f"{by_count[k]:.2f}" if k in by_count else "" for k in counts)]
+        for key, by_count in costs.items()
+    ]
+    return table(["GPUs", "requests", "cache", "tokens", *(f"K {k}" for k in counts)], cells)
 
 
 def _order(item: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[Any, ...]:
