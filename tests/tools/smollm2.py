@@ -57,7 +57,7 @@ def generate(prompts: list[list[int]], folder: Path, ranks: int, *flags: object)
     command = [sys.executable, *torchrun, ROOT / "launch" / "generate.py", *settings, *flags]
     done = subprocess.run(
         list(map(str, command)), env=os.environ | {"OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL,
-        capture_output=True, text=True, timeout=280,
+        capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     written: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import smollm2
@@ -12,16 +11,21 @@ from paths import ROOT
 from alspec.config import EngineConfig
 from alspec.models.checkpoint.source import model_config, open_tokenizer
 
-pytestmark = [pytest.mark.full, pytest.mark.slow]
+pytestmark = [pytest.mark.full, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 NEW_TOKENS = 200
 # At lambda 0 the verdict rejects nearly every A~, and what it accepts is attention's own output.
 PAIR = ("--speculation", "paired", "--threshold", 0)
 
 
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return smollm2.reference(smollm2.installed())
+@pytest.fixture(scope="module", params=[37, 3000, 7000])
+def example(request: pytest.FixtureRequest) -> tuple[list[int], list[int]]:
+    """A prompt, and the tokens that transformers generates behind it."""
+    model = smollm2.reference(smollm2.installed())
+    config = EngineConfig(model=smollm2.NAME)
+    text = "".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md")))
+    ids = open_tokenizer(config, model_config(config)).encode(text)[: request.param]
+    return ids, smollm2.greedy(model, ids, NEW_TOKENS)
 
 
 @pytest.mark.parametrize(
@@ -32,12 +36,9 @@ def model() -> Any:
         pytest.param("auto", 2, PAIR, id="auto-pair", marks=[pytest.mark.gpu, pytest.mark.multi_gpu]),
     ],
 )
-@pytest.mark.parametrize("length", [37, 3000, 7000])
 def test_tokens_are_those_of_transformers(
-    length: int, transport: str, ranks: int, flags: tuple[object, ...], model: Any, tmp_path: Path
+    transport: str, ranks: int, flags: tuple[object, ...], example: tuple[list[int], list[int]], tmp_path: Path
 ) -> None:
-    config = EngineConfig(model=smollm2.NAME)
-    text = "".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md")))
-    ids = open_tokenizer(config, model_config(config)).encode(text)[:length]
+    ids, expected = example
     found = smollm2.generate([ids], tmp_path, ranks, "--transport", transport, "--max-new-tokens", NEW_TOKENS, *flags)
-    assert smollm2.texts(found) == [smollm2.greedy(model, ids, NEW_TOKENS)]
+    assert smollm2.texts(found) == [expected]
