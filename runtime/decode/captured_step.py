@@ -6,8 +6,6 @@ ring in pinned host memory, which the host polls: no call into CUDA waits for an
 
 from __future__ import annotations
 
-import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,11 +20,11 @@ from alspec.kernels.comm.exchange import Exchange
 from alspec.kernels.common.jit_launch import compiling
 from alspec.kernels.sampling.next_token import RING_HEADER, RING_STEPS, finish_step
 from alspec.runtime.decode.captured_choice import CapturedChoice, ChoiceKinds
-from alspec.runtime.decode.decode_step import RECENT_STEPS, StepRecord
+from alspec.runtime.decode.decode_step import StepRecord
 from alspec.runtime.decode.decoder import Decoder, SpeculationState
 from alspec.runtime.decode.hooks import OperationHook, no_hook
 from alspec.runtime.decode.pair_policy import PairPolicy
-from alspec.runtime.decode.step_ring import StepRing, pinned
+from alspec.runtime.decode.step_queue import StepQueue, pinned
 
 __all__ = ["CapturedStep", "capture_graph"]
 
@@ -83,8 +81,6 @@ class CapturedStep:
         self._main = StepKind(decoder, speculation is not None)
         self._alone = None if alone is None else StepKind(alone, False)
         self._policy = policy
-        self._flying: deque[StepKind] = deque()  # steps that are launched and not read
-        self._recent: deque[str] = deque(maxlen=RECENT_STEPS)  # kinds of the newest launched steps
         self._num_tokens = 0  # of all requests when the generation began
         self._depth = DEPTH  # most steps in flight
         self._speculation = speculation
@@ -94,7 +90,8 @@ class CapturedStep:
         self._batch_size, self._device = decoder.buffers.token_ids.shape[0], decoder.buffers.token_ids.device
         self._choice = self._new_choice(SamplingConfig())
         self._is_cuda = self._device.type == "cuda"
-        self._ring = StepRing(RING_HEADER + self._batch_size, self._device)
+        width, name = RING_HEADER + self._batch_size, f"rank {decoder.exchange.rank}: step"
+        self._queue: StepQueue[StepKind] = StepQueue(width, name, int(decoder.exchange.epoch) - 1, self._device)
         self._hits_ring = None
         if speculation is not None:
             self._hits_ring = pinned(RING_STEPS, *speculation.hits.shape, device=self._device)
@@ -105,8 +102,6 @@ class CapturedStep:
             self.prompt_queries = torch.zeros(shape, dtype=decoder.buffers.q.dtype, device=self._device)
         self._live = [True] * self._batch_size  # the flags that the devices of a pair have
         self._live_flags = pinned(self._batch_size, device=self._device).fill_(1)  # source of the copy to the device
-        self._begun = self._launched = self._taken = int(decoder.exchange.epoch) - 1
-        self._begun_s, self._last_clock_ns = 0.0, 0
 
     def _choose_first_lists(self, prompt_queries: Tensor) -> None:
         """Choose the first recall lists by attention of each prompt's last token."""
@@ -154,8 +149,7 @@ class CapturedStep:
                 # Both write to the same place: the next one may lie in another block, whose tokens replace kept ones.
                 self._decoder.buffers.seq_lens.copy_(torch.tensor(seq_lens, dtype=torch.int32))
                 self._launch_step(kind, no_hook)
-                self._launched += 1
-            self._taken = self._launched
+                self._queue.begin(self._queue.launched + 1)
             fault = int(self._decoder.exchange.fault)
             if fault:
                 return fault
@@ -180,13 +174,10 @@ class CapturedStep:
         if prompts is not None and self.prompt_queries is not None:
             self._choose_first_lists(self.prompt_queries)
         self._choice.begin(seen)
-        # Drop the steps of the previous generation that were launched ahead and not read.
-        self._flying.clear()
         self._num_tokens = sum(seq_lens)
         if self._policy is not None:
             self._policy.begin()
-        self._begun = self._taken = self._launched = int(self._decoder.exchange.epoch) - 1
-        self._begun_s, self._last_clock_ns = time.perf_counter(), 0
+        self._queue.begin(int(self._decoder.exchange.epoch) - 1)
 
     @property
     def exchange(self) -> Exchange:
@@ -195,34 +186,39 @@ class CapturedStep:
 
     @property
     def launched(self) -> int:
-        """Number of steps launched so far. See `DecodeStep.launched`."""
-        return self._launched
+        """See `DecodeStep.launched`."""
+        return self._queue.launched
 
     @property
     def recent_kinds(self) -> str:
         """See `DecodeStep.recent_kinds`."""
-        return "".join(self._recent)
+        return self._queue.recent_kinds
 
     def launch_missing(self, launched: int, kinds: str) -> None:
         """Launch what other ranks have launched: each step needs all ranks. See `DecodeStep.launch_missing`."""
-        while self._main.graph is not None and self._launched < launched:
-            is_alone = kinds[self._launched - launched] == ALONE  # kinds[-1] is that of step `launched`
-            self._launch(self._alone if is_alone and self._alone is not None else self._main)
+        if self._main.graph is not None:
+            for letter in self._queue.missing(launched, kinds):
+                self._launch(self._alone if letter == ALONE and self._alone is not None else self._main)
 
     def _next_kind(self) -> StepKind:
         """What kind of step is launched next: every rank has read as many steps by then, so all choose alike."""
-        if self._alone is None or self._policy is None or self._policy.speculates(self._tokens_at(self._launched)):
+        if self._alone is None or self._policy is None or self._policy.speculates(self._next_tokens):
             return self._main
         return self._alone
 
-    def _tokens_at(self, step: int) -> int:
-        """Tokens of all requests when a step begins."""
-        return self._num_tokens + (step - self._begun) * self._batch_size
+    @property
+    def _next_tokens(self) -> int:
+        """Tokens of all requests when the next step begins."""
+        return self._tokens_behind(self._queue.next_step - 1)
+
+    def _tokens_behind(self, num_steps: int) -> int:
+        """Tokens of all requests behind as many steps of this generation."""
+        return self._num_tokens + num_steps * self._batch_size
 
     def _launch(self, kind: StepKind) -> None:
         """Launch a step. Ctrl-C is held until a captured one is counted."""
         if self._policy is not None:
-            self._decoder.set_lead(self._policy.lead(self._tokens_at(self._launched)))
+            self._decoder.set_lead(self._policy.lead(self._next_tokens))
         if kind.graph is None:
             try:
                 self._launch_step(kind, self._operation)
@@ -232,20 +228,18 @@ class CapturedStep:
             self._count(kind)
             return
         with interrupts_wait():
-            with kind.decoder.launching(self._launched + 1):
+            with kind.decoder.launching(self._queue.launched + 1):
                 kind.graph.replay()
             self._count(kind)
 
     def _count(self, kind: StepKind) -> None:
         """Count a step that has been launched."""
-        self._launched += 1
-        self._flying.append(kind)
-        self._recent.append(ALONE if kind is self._alone else MAIN)
+        self._queue.add(kind, ALONE if kind is self._alone else MAIN)
 
     @property
     def next_step(self) -> int:
-        """Number of the step that is launched next. See `DecodeStep.next_step`."""
-        return self._launched - self._begun + 1
+        """See `DecodeStep.next_step`."""
+        return self._queue.next_step
 
     def step(self, remaining: int, live: list[bool] | None = None) -> StepRecord:
         """Read the oldest step in flight; up to `DEPTH` - 1 later steps stay in flight. See `DecodeStep.step`."""
@@ -255,28 +249,21 @@ class CapturedStep:
         depth = min(self._depth, remaining)
         if self._speculation is not None:
             self._set_live(live or [True] * self._batch_size)
-        while self._launched < self._taken + depth:
+        while len(self._queue.in_flight) < depth:
             self._launch(self._next_kind())
         return self._read()
 
     def _read(self) -> StepRecord:
         """Read the oldest step in flight."""
-        kind = self._flying.popleft()
-        self._taken += 1
-        index = self._taken % RING_STEPS
-        name = f"rank {self._decoder.exchange.rank}: step {self._taken - self._begun}"
-        clock_ns, fault, *token_ids = self._ring.read(self._taken, name)
-        hits = self._hits_ring[index].bool() if kind.speculates and self._hits_ring is not None else None
+        result = self._queue.read()
+        kind = result.kind
+        hits = self._hits_ring[result.index].bool() if kind.speculates and self._hits_ring is not None else None
         if hits is not None and self._policy is not None:
             accepted: list[bool] = (hits | ~torch.tensor(self._live)).all(1).tolist()
-            self._policy.record(accepted, self._tokens_at(self._taken))
-        logprobs = self._choice.read_logprobs(index)
-        # The first step has no predecessor on the device's clock: it is timed by the host.
-        first_us = (time.perf_counter() - self._begun_s) * 1e6
-        step_us = (clock_ns - self._last_clock_ns) / 1e3 if self._last_clock_ns else first_us
-        self._last_clock_ns = clock_ns
-        is_alone = kind is self._alone
-        return StepRecord([[token] for token in token_ids], hits, step_us, fault, logprobs, is_alone=is_alone)
+            self._policy.record(accepted, self._tokens_behind(self._queue.num_read))
+        logprobs = self._choice.read_logprobs(result.index)
+        emitted, is_alone = [[token] for token in result.values], kind is self._alone
+        return StepRecord(emitted, hits, result.step_us, result.fault, logprobs, is_alone=is_alone)
 
     def _set_live(self, live: list[bool]) -> None:
         if live != self._live:
@@ -299,7 +286,7 @@ class CapturedStep:
                 kind.graph = None
 
     def _launch_step(self, kind: StepKind, operation: OperationHook) -> None:
-        with kind.decoder.launching(self._launched + 1):
+        with kind.decoder.launching(self._queue.launched + 1):
             self._launch_kernels(kind, operation)
 
     def _launch_kernels(self, kind: StepKind, operation: OperationHook) -> None:
@@ -314,6 +301,6 @@ class CapturedStep:
             sampled = self._choice.launch(buffers)
             finish_step(
                 buffers.best, buffers.best_token, sampled, buffers.token_ids, buffers.seq_lens, self._capacity,
-                decoder.logit_exchange, self._ring.rows, self._ring.stamps,
+                decoder.logit_exchange, self._queue.ring.rows, self._queue.ring.stamps,
                 hits, None if hits is None else self._hits_ring, self._choice.logprobs_of(buffers),
             )  # fmt: skip

@@ -9,8 +9,6 @@ Shapes: B requests, K drafts, W = K + 1 rows of each request, V vocabulary.
 
 from __future__ import annotations
 
-import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -31,12 +29,12 @@ from alspec.kernels.sampling.adjustment import RoundRows
 from alspec.kernels.sampling.logprobs import Logprobs
 from alspec.runtime.decode.captured_choice import CapturedChoice, ChoiceKinds
 from alspec.runtime.decode.captured_step import capture_graph
-from alspec.runtime.decode.decode_step import RECENT_STEPS, StepRecord
+from alspec.runtime.decode.decode_step import StepRecord
 from alspec.runtime.decode.hooks import OperationHook, no_hook
 from alspec.runtime.decode.rounds.captured_drafters import CapturedDrafter
 from alspec.runtime.decode.rounds.draft_policy import DraftPolicy, texts_so_far
 from alspec.runtime.decode.rounds.row_decoder import RowDecoder
-from alspec.runtime.decode.step_ring import StepRing
+from alspec.runtime.decode.step_queue import StepQueue
 
 __all__ = ["CapturedRoundStep", "RoundKind"]
 
@@ -90,7 +88,8 @@ class CapturedRoundStep:
         self._batch_size, self._device = len(state.lengths), state.lengths.device
         self._num_drafts = drafting.decoder.rows - 1
         self._has_blocks = any(decoder.cache.quantised(layer) for layer in range(self._config.num_layers))
-        self._ring = StepRing(round_ring_width(self._batch_size, drafting.decoder.rows), self._device)
+        width, name = round_ring_width(self._batch_size, drafting.decoder.rows), f"rank {self._exchange.rank}: round"
+        self._queue: StepQueue[RoundKind] = StepQueue(width, name, int(state.number) - 1, self._device)
         self._choices: list[CapturedChoice] = []  # of draft steps, by their rows
         self._sampling = SamplingConfig()
         self._prepared = False
@@ -98,12 +97,8 @@ class CapturedRoundStep:
         self._prompt_attention: DecodeAttention | None = None
         if self._recall is not None:
             self.prompt_queries, self._prompt_attention = self._prompt_buffers(self._recall)
-        self._begun = self._taken = self._launched = int(state.number) - 1
-        self._flying: deque[RoundKind] = deque()  # rounds that are launched and not read
-        self._begun_s, self._last_clock_ns = 0.0, 0
         self._seq_lens: list[int] = []  # cached tokens of each request, and the newest one, as far as rounds are read
         self._live: list[bool] = []  # the flags that the device has
-        self._recent: deque[str] = deque(maxlen=RECENT_STEPS)  # kinds of the newest launched rounds
         # Tokens of each request that a draft model's cache holds at least, as far as rounds are read.
         self._held = [0] * self._batch_size
         self._draft_short_context = draft_short_context or capacity
@@ -129,13 +124,13 @@ class CapturedRoundStep:
 
     @property
     def launched(self) -> int:
-        """Number of rounds launched so far. See `DecodeStep.launched`."""
-        return self._launched
+        """See `DecodeStep.launched`."""
+        return self._queue.launched
 
     @property
     def next_step(self) -> int:
-        """Number of the round that is launched next. See `DecodeStep.next_step`."""
-        return self._launched - self._begun + 1
+        """See `DecodeStep.next_step`."""
+        return self._queue.next_step
 
     def speculate(self, threshold: float, forced: Tensor | None = None) -> None:
         """Refuse: a round has no verdicts. See `DecodeStep.speculate`."""
@@ -229,10 +224,7 @@ class CapturedRoundStep:
                 choice.begin(seen)
         self._policy.begin(texts_so_far(token_ids, prompts))
         self._seq_lens = list(seq_lens)
-        # Rounds of the previous generation that were launched ahead are not read.
-        self._flying.clear()
-        self._begun = self._taken = self._launched = int(state.number) - 1
-        self._begun_s, self._last_clock_ns = time.perf_counter(), 0
+        self._queue.begin(int(state.number) - 1)
 
     def _keep_draft_text(self, texts: Tensor) -> None:
         """Keep what a draft model's cache holds of these texts, [B, C + W]: their common start with the old ones."""
@@ -245,17 +237,15 @@ class CapturedRoundStep:
         self._set_live(live)
         # The round that is read yields this many tokens at most: if more are needed, so is another round.
         depth = 2 if remaining > self._num_drafts + 1 else 1
-        while self._launched < self._taken + depth:
+        while len(self._queue.in_flight) < depth:
             kind = self._next_kind(remaining, live)
             catches_up = kind is self._drafting and self._lacks_text()
-            if catches_up and self._flying:
+            if catches_up and self._queue.in_flight:
                 break  # the draft model's cache is completed from the host, which first reads the round in flight
             self._launch(kind, catches_up)
-        kind = self._flying.popleft()
-        self._taken += 1
-        name = f"rank {self._exchange.rank}: round {self._taken - self._begun}"
-        clock_ns, fault, *row = self._ring.read(self._taken, name)
-        emitted, offered = self._parse(row)
+        result = self._queue.read()
+        kind = result.kind
+        emitted, offered = self._parse(result.values)
         counts = [len(ids) if is_live else 0 for ids, is_live in zip(emitted, live, strict=True)]
         self._policy.read([ids[:count] for ids, count in zip(emitted, counts, strict=True)])
         if kind is self._drafting and any(counts):  # a round in which nothing was found to draft costs as much
@@ -265,11 +255,8 @@ class CapturedRoundStep:
             # The last token is fed by no draft step, nor is the last draft: it matters if all were accepted.
             lacking = [2 if drafts and count > drafts else 1 for drafts, count in zip(offered, counts, strict=True)]
             self._held = [length - count for length, count in zip(self._seq_lens, lacking, strict=True)]
-        # The first round has no predecessor on the device's clock: it is timed by the host.
-        first_us = (time.perf_counter() - self._begun_s) * 1e6
-        step_us = (clock_ns - self._last_clock_ns) / 1e3 if self._last_clock_ns else first_us
-        self._last_clock_ns = clock_ns
-        return StepRecord(emitted, None, step_us, fault, self._read_logprobs(kind, emitted), offered)
+        logprobs = self._read_logprobs(kind, result.index, emitted)
+        return StepRecord(emitted, None, result.step_us, result.fault, logprobs, offered)
 
     def _next_kind(self, remaining: int, live: list[bool]) -> RoundKind:
         """What kind of round is launched next: decided by what the rounds that were read have told."""
@@ -307,7 +294,7 @@ class CapturedRoundStep:
         if self._holds_long != self._is_long:
             return True
         lacking = max(length - held for length, held in zip(self._seq_lens, self._held, strict=True))
-        for kind in self._flying:
+        for kind in self._queue.in_flight:
             lacking = 2 if kind is self._drafting else lacking + 1
         return lacking > 2
 
@@ -327,9 +314,9 @@ class CapturedRoundStep:
             offered.append(counts >> 32)
         return emitted, offered
 
-    def _read_logprobs(self, kind: RoundKind, emitted: list[list[int]]) -> Logprobs | None:
+    def _read_logprobs(self, kind: RoundKind, index: int, emitted: list[list[int]]) -> Logprobs | None:
         assert kind.choice is not None
-        found, rows = kind.choice.read_logprobs(self._taken % len(self._ring.stamps)), kind.decoder.rows
+        found, rows = kind.choice.read_logprobs(index), kind.decoder.rows
         if found is None:
             return None
         places = [request * rows + row for request, ids in enumerate(emitted) for row in range(len(ids))]
@@ -358,25 +345,21 @@ class CapturedRoundStep:
 
     def _count(self, kind: RoundKind, catches_up: bool) -> None:
         """Count a round that has been launched."""
-        self._launched += 1
-        self._flying.append(kind)
-        self._recent.append(PLAIN if kind is self._plain else CAUGHT_UP if catches_up else DRAFTS)
+        self._queue.add(kind, PLAIN if kind is self._plain else CAUGHT_UP if catches_up else DRAFTS)
 
     @property
     def recent_kinds(self) -> str:
         """See `DecodeStep.recent_kinds`."""
-        return "".join(self._recent)
+        return self._queue.recent_kinds
 
     def launch_missing(self, launched: int, kinds: str) -> None:
         """Launch the rounds that other ranks have launched: each needs all ranks. See `DecodeStep.launch_missing`.
 
         This rank cannot choose their kinds: it may have read fewer rounds than the others when an interrupt came.
         """
-        while self._plain.graph is not None and self._launched < launched:
-            letter = kinds[
-                self._launched - launched
-            ]  # kinds[-1] is that of step `launched`: the next one that is missing
-            self._launch(self._plain if letter == PLAIN else self._drafting, letter == CAUGHT_UP)
+        if self._plain.graph is not None:
+            for letter in self._queue.missing(launched, kinds):
+                self._launch(self._plain if letter == PLAIN else self._drafting, letter == CAUGHT_UP)
 
     def release(self) -> None:
         """Wait for the device, then destroy the graphs. See `DecodeStep.release`."""
@@ -389,7 +372,7 @@ class CapturedRoundStep:
 
     def _launch_kernels(self, kind: RoundKind, operation: OperationHook) -> None:
         """Launch every operation of one round, in order."""
-        decoder, drafter, state, choice = kind.decoder, kind.drafter, self._state, kind.choice
+        decoder, drafter, state, choice, ring = kind.decoder, kind.drafter, self._state, kind.choice, self._queue.ring
         rows, buffers = decoder.round_rows, decoder.buffers
         assert choice is not None
         begin_round(state, rows, self._capacity, self._has_blocks, None if drafter is None else drafter.inputs)
@@ -403,6 +386,6 @@ class CapturedRoundStep:
             sampled = choice.launch(buffers, RoundRows(rows.token_ids, rows.row_lens, 0, decoder.rows))
             finish_round(
                 state, rows, self._capacity, sampled, buffers.best, buffers.best_token, decoder.logit_exchange,
-                self._ring.rows, self._ring.stamps, self._num_drafts + 1, choice.seen, choice.logprobs_of(buffers),
+                ring.rows, ring.stamps, self._num_drafts + 1, choice.seen, choice.logprobs_of(buffers),
             )  # fmt: skip
             decoder.commit(state)

@@ -29,7 +29,7 @@ from alspec.models.llama_config import LlamaConfig
 from alspec.runtime.cache.codecs import new_cache
 from alspec.runtime.cache.kv_cache import KVCache
 from alspec.runtime.cache.quantised_cache import QuantisedCache
-from alspec.runtime.decode import step_ring
+from alspec.runtime.decode import step_queue
 from alspec.runtime.decode.captured_step import CapturedStep
 from alspec.runtime.decode.decode_step import DecodeStep, StepRecord
 from alspec.runtime.decode.decoder import Decoder
@@ -302,7 +302,7 @@ def test_steps_go_on_beyond_the_last_32_bit_epoch(setting: Setting, left: int) -
 
 
 def test_a_step_that_never_ends_is_an_error(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_ring, "STEP_S", 0.2)
+    monkeypatch.setattr(step_queue, "STEP_S", 0.2)
     captured = setting.new_step()
     captured.prepare(GREEDY)
     captured.begin([1, 2], [9, 9])
@@ -412,7 +412,7 @@ def test_ended_requests_are_forgotten_in_the_next_generation(setting: Setting) -
     with (
         mock.patch.object(captured, "_speculation", speculation),
         mock.patch.object(captured, "_launch_kernels"),
-        mock.patch.object(captured._ring, "read", return_value=[0, 0, 1, 1]),
+        mock.patch.object(captured._queue.ring, "read", return_value=[0, 0, 1, 1]),
     ):
         found = []
         for live in ([True, True], [True, False], [True, False], None, [False, True]):
@@ -474,7 +474,7 @@ def test_a_step_waits_for_the_host_if_verdicts_depend_on_live_requests(
     with (
         mock.patch.object(captured, "_speculation", speculation),
         mock.patch.object(captured, "_launch_kernels") as issue,
-        mock.patch.object(captured._ring, "read", return_value=[0, 0, 1, 1]),
+        mock.patch.object(captured._queue.ring, "read", return_value=[0, 0, 1, 1]),
     ):
         found = []
         for remaining in (3, 2, 1):
@@ -493,7 +493,7 @@ def test_the_devices_clock_measures_a_step(setting: Setting) -> None:
         return [next(clocks_ns), 0, 1, 1]
 
     captured.begin([1, 2], [9, 9])
-    with mock.patch.object(captured._ring, "read", read):
+    with mock.patch.object(captured._queue.ring, "read", read):
         first, *others = [captured.step(remaining=remaining).step_us for remaining in (3, 2, 1)]
     assert 0 < first < 60e6
     assert others == [250.0, 750.0]

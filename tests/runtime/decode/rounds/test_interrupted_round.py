@@ -120,7 +120,7 @@ def test_a_rank_that_is_behind_launches_the_same_kinds(turbo_folder: Path, make_
             put_graphs(step)
             found.append(tokens)
         # The last token has no room for drafts, which only the first rank knows.
-        with mock.patch.object(first._ring, "read", interrupted), pytest.raises(KeyboardInterrupt):
+        with mock.patch.object(first._queue.ring, "read", interrupted), pytest.raises(KeyboardInterrupt):
             next(found[0])
         assert first.launched == second.launched + 1
         second.launch_missing(first.launched, first.recent_kinds)
@@ -181,7 +181,7 @@ def test_an_interrupted_step_keeps_whole_blocks(turbo_folder: Path, make_prompt:
         for _ in range(3):
             next(tokens)
         assert engine._kept.reusable([[*engine._kept._ids[0], 1]])[0] > 100
-        with mock.patch.object(step._ring, "read", interrupted), pytest.raises(KeyboardInterrupt):
+        with mock.patch.object(step._queue.ring, "read", interrupted), pytest.raises(KeyboardInterrupt):
             list(tokens)
         assert engine._kept.reusable([[*prompt, 1]]) == [64]
 
