@@ -14,7 +14,7 @@ from alspec.models.checkpoint.gguf_checkpoint import GgufCheckpoint
 from alspec.models.checkpoint.gguf_config import gguf_config
 from alspec.models.checkpoint.gguf_header import is_gguf, part_paths, read_gguf
 from alspec.models.checkpoint.model_folder import usable_path
-from alspec.models.checkpoint.quantised.quantised_checkpoint import QuantisedCheckpoint, with_stored_order
+from alspec.models.checkpoint.quantised.quantised_checkpoint import QuantisedCheckpoint, with_stored_formats
 from alspec.models.demo import DEMO_CHECKPOINT
 from alspec.models.families.registry import gguf_family_of, notice_of_unused
 from alspec.models.generation_config import notice_of_settings
@@ -99,7 +99,7 @@ def model_config(config: EngineConfig) -> LlamaConfig:
     if config.random_weights is not None:
         return LlamaConfig.from_shape(config.random_weights)
     path = model_path(config)
-    return gguf_config(read_gguf(path)) if is_gguf(path) else with_stored_order(path, LlamaConfig.from_folder(path))
+    return gguf_config(read_gguf(path)) if is_gguf(path) else with_stored_formats(path, LlamaConfig.from_folder(path))
 
 
 def notices_of_model(config: EngineConfig) -> list[str]:

@@ -60,11 +60,19 @@ def model_notices(
             f"weights: {matrices - kept} of {matrices} matrices dequantised to {dtype_name}: no kernel of a step takes "
             "their format"
         )
+    if model.packs_weights and model.lm_head == "auto" and _has_quantised_head(model):
+        notices.append(f"weights: the LM head is dequantised to {dtype_name}; --lm-head fp8 keeps it in FP8")
     if checkpoint is not None and checkpoint.unused is not None:
         notices.append(
             f"checkpoint: not used: {checkpoint.unused}; only weights are quantised (the cache by --kv-cache)"
         )
     return notices
+
+
+def _has_quantised_head(model: LlamaConfig) -> bool:
+    """Whether the files hold a quantised LM head."""
+    quantisation = model.quantisation
+    return quantisation is not None and not model.tie_word_embeddings and quantisation.scheme_of("lm_head") is not None
 
 
 def agreed_settings(config: EngineConfig, model: LlamaConfig, choices: Choices) -> dict[str, Any]:

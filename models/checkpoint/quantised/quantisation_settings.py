@@ -58,7 +58,7 @@ class _Awq(_Lenient):
 class _Gptq(_Lenient):
     bits: int
     group_size: int = Field(default=128, ge=-1)
-    desc_act: bool = False
+    desc_act: bool | None = False
     checkpoint_format: str = "gptq"
     is_marlin_format: bool = False
     pack_dtype: str | None = None
@@ -123,6 +123,8 @@ def read_quantisation(config: ConfigFile) -> QuantisationConfig | None:
     method = raw.get("quant_method", default)
     if method is None and (raw.get("load_in_4bit") or raw.get("load_in_8bit")):
         method = "bitsandbytes"
+    if method is None and isinstance(raw.get("producer"), dict):
+        method = raw["producer"].get("name")
     readers = {"compressed-tensors": _compressed_tensors, "fp8": _fp8, "awq": _awq, "gptq": _gptq}
     reader = readers.get(method) if isinstance(method, str) else None
     if reader is None:
@@ -178,7 +180,7 @@ def _gptq(config: _File, raw: dict[str, Any]) -> QuantisationConfig:
         bits=settings.bits,
         group_size=_group_size(config, settings.group_size),
         symmetric=False,
-        has_order=settings.desc_act,
+        has_order=bool(settings.desc_act),
         zero_offset=int(settings.checkpoint_format == "gptq"),
     )
     return QuantisationConfig(method="gptq", groups=(SchemeTarget(targets=("Linear",), scheme=scheme),))

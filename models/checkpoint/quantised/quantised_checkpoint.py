@@ -30,7 +30,7 @@ from alspec.models.checkpoint.quantised.weight_reader import Range, WeightReader
 from alspec.models.checkpoint.safetensors_header import ALL_DTYPES, FLOAT_DTYPES, ExpectedTensor, TensorEntry
 from alspec.models.llama_config import LlamaConfig
 
-__all__ = ["QuantisedCheckpoint", "with_stored_order"]
+__all__ = ["QuantisedCheckpoint", "with_stored_formats"]
 
 _READERS: dict[str, type[WeightReader]] = {
     "fp8": Fp8Reader,
@@ -192,19 +192,25 @@ class _Module:
         return None if is_in_order else order
 
 
-def with_stored_order(folder: Path, config: LlamaConfig) -> LlamaConfig:
-    """Return the configuration with `has_order` for schemes whose files order channels though config.json denies it.
+def with_stored_formats(folder: Path, config: LlamaConfig) -> LlamaConfig:
+    """Return the configuration with what the files tell of quantised weights, and config.json does not.
 
-    Some writers store groups of permuted channels with `desc_act: false` or `actorder: static`. Files that cannot be
-    read change nothing: `QuantisedCheckpoint.open` names what is wrong with them.
+    - `ignore`: modules whose weights are not quantised, if the method names none.
+    - `has_order`, where files order channels though config.json denies it: some writers store groups of permuted
+      channels with `desc_act: false` or `actorder: static`.
+
+    Files that cannot be read change nothing: `QuantisedCheckpoint.open` names what is wrong with them.
     """
     quantisation = config.quantisation
-    if quantisation is None or not any(map(_may_have_order, quantisation.groups)):
+    if quantisation is None:
         return config
     try:
-        ordered = _ordered_schemes(folder, quantisation)
+        entries, files = read_headers(folder, lambda _: True, ALL_DTYPES)
+        ordered = _ordered_schemes(entries, files, quantisation)
     except UserError:
         return config
+    modules = [name.removesuffix(_WEIGHT) for name in entries if name.endswith(_WEIGHT)]
+    plain = () if quantisation.names_modules else tuple(name for name in modules if _is_plain(name, entries))
     changed = {"has_order": True, "order_is_announced": False}
     groups = tuple(
         SchemeTarget(targets=group.targets, scheme=group.scheme.model_copy(update=changed))
@@ -212,7 +218,14 @@ def with_stored_order(folder: Path, config: LlamaConfig) -> LlamaConfig:
         else group
         for group in quantisation.groups
     )
-    return config.model_copy(update={"quantisation": quantisation.model_copy(update={"groups": groups})})
+    update = {"groups": groups, "ignore": (*quantisation.ignore, *plain)}
+    return config.model_copy(update={"quantisation": quantisation.model_copy(update=update)})
+
+
+def _is_plain(module: str, entries: dict[str, TensorEntry]) -> bool:
+    """Whether the files hold the weights of a linear module as they are."""
+    stored = entries.get(module + _WEIGHT)
+    return module.rpartition(".")[2] in _LINEAR and stored is not None and stored.dtype in FLOAT_DTYPES
 
 
 def _may_have_order(group: SchemeTarget) -> bool:
@@ -221,13 +234,16 @@ def _may_have_order(group: SchemeTarget) -> bool:
     return scheme.layout in ("gptq", "pack-quantized") and not scheme.has_order and scheme.group_size != -1
 
 
-def _ordered_schemes(folder: Path, quantisation: QuantisationConfig) -> list[WeightScheme]:
+def _ordered_schemes(
+    entries: dict[str, TensorEntry], files: dict[str, Path], quantisation: QuantisationConfig
+) -> list[WeightScheme]:
     """Schemes that announce no order of channels, of which the files hold one.
 
     Raises:
         UserError: files, or an order, that are not what they should be.
     """
-    entries, files = read_headers(folder, lambda _: True, ALL_DTYPES)
+    if not any(map(_may_have_order, quantisation.groups)):
+        return []
     checkpoint, found = QuantisedCheckpoint({}, {}, stored_files=files), []
     for name, entry in entries.items():
         module, _, part = name.rpartition(".")
@@ -259,10 +275,7 @@ def _choose_readers(
         if module.rpartition(".")[2] not in _LINEAR:
             continue
         scheme = quantisation.scheme_of(module)
-        stored = entries.get(name)
-        if not quantisation.names_modules and stored is not None and stored.dtype in FLOAT_DTYPES:
-            scheme = None
-        if scheme is not None:
+        if scheme is not None and (quantisation.names_modules or not _is_plain(module, entries)):
             if quantisation.method == "fp8" and scheme.rows_per_scale == -1 and f"{module}{_INVERSE}" in entries:
                 # Transformers names one scale so, vLLM `weight_scale`; both multiply by it.
                 scheme = scheme.model_copy(update={"scale_name": _INVERSE[1:]})

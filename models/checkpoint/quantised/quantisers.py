@@ -39,7 +39,7 @@ def quantise_int4(
     sides, and the codes are -8 .. 7 in steps of `max |w| / 7.5`.
 
     Args:
-        weight: [out, in], finite; `in` is a multiple of `group_size`.
+        weight: [out, in]; `in` is a multiple of `group_size`. NaN and Inf make all of their group NaN.
         group_size: even; -1: a whole row.
         scale_dtype: of stored scales; None: the weight's.
     Returns:
@@ -69,6 +69,7 @@ def quantise_int4(
         best = torch.where(better, error, best)
         scales, zeros = torch.where(better, step, scales), torch.where(better, zero, zeros)
         codes = torch.where(better[..., None], code, codes)
+    scales = torch.where(groups.isfinite().all(-1), scales, torch.nan)
     return PackedWeight.from_codes(
         codes.flatten(1).to(torch.uint8), scales.to(scale_dtype), None if symmetric else zeros.to(torch.uint8), "int4",
         size,

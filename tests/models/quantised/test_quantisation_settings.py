@@ -189,8 +189,15 @@ def test_settings_beside_config_json(name: str, settings: dict[str, Any], same: 
         config_of(tmp_path, None)
 
 
+MODELOPT = {"quant_algo": "FP8", "producer": {"name": "modelopt", "version": "0.33"}}
+
+
 def test_programs_that_name_no_method(tmp_path: Path) -> None:
-    for quantisation, found in (({"load_in_8bit": True}, "'bitsandbytes'"), ({"bits": 4}, "None")):
+    for quantisation, found in (
+        ({"load_in_8bit": True}, "'bitsandbytes'"),
+        ({"bits": 4}, "None"),
+        (MODELOPT, "'modelopt'"),
+    ):
         with pytest.raises(UserError, match=rf"quantization_config\.quant_method: expected .*, found {found}; give"):
             config_of(tmp_path, quantisation)
     mlx = {"group_size": 64, "bits": 4}

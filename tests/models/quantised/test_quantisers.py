@@ -109,6 +109,17 @@ def test_the_search_pays(symmetric: bool, monkeypatch: pytest.MonkeyPatch) -> No
     assert error < 0.985 * relative_error(quantise_int4(weight, 128, symmetric), weight)
 
 
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_int4_keeps_a_number_that_is_not_finite_visible(symmetric: bool, bad: float) -> None:
+    weight = torch.randn(5, 96, generator=torch.Generator().manual_seed(2))
+    weight[3, 40] = bad
+    found = quantise_int4(weight, 32, symmetric, torch.bfloat16).dequantise(torch.float32)
+    assert found[3, 32:64].isnan().all()
+    found[3, 32:64] = 0
+    assert found.isfinite().all()
+
+
 def test_int4_of_int4_is_exact() -> None:
     """Numbers that are codes times a scale come back, if they reach both ends of the range."""
     codes = torch.randint(0, 16, (8, 128), generator=torch.Generator().manual_seed(4))

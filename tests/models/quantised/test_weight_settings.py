@@ -248,6 +248,51 @@ def test_values_are_rotated_before_they_are_quantised(tmp_path: Path) -> None:
     assert plan_memory(config, Shard(), BF16, 1, 64, "turboquant4").weights_bytes == held_bytes(kept)
 
 
+@pytest.mark.parametrize("name", ["awq", "gptq", "fp8-inverse", "fp8-static", "int4-zeros"])
+def test_modules_that_are_not_quantised_take_their_own_bytes(name: str, tmp_path: Path) -> None:
+    """Whether config.json names them or not; a notice counts what is not packed, and any ranks may share them."""
+    plain = [f"model.layers.{layer}.{part}" for layer in (0, 1) for part in ("mlp.down_proj", "self_attn.k_proj")]
+    save_quantised(tmp_path, name, tuple(plain), intermediate_size=656)
+    config_file = tmp_path / "config.json"
+    settings = json.loads(config_file.read_text(encoding="utf-8"))
+    if name == "int4-zeros":
+        settings["quantization_config"]["ignore"] = ["lm_head", *plain]
+    else:
+        settings["quantization_config"]["modules_to_not_convert"] = ["down_proj", "k_proj"]
+    config_file.write_text(json.dumps(settings), encoding="utf-8")
+    config, kept = load(tmp_path, Shard(), BF16, True)
+    _, dense = load(tmp_path, Shard(), BF16, False)
+    check_alike(kept, dense, BF16)
+    for layer in kept.layers:
+        assert [isinstance(getattr(layer, name), DecodeWeight) for name in MATRICES] == [False, True, True, False]
+    assert plan_memory(config, Shard(), BF16, 1, 64).weights_bytes == held_bytes(kept)
+    told = model_notices(EngineConfig(model=tmp_path), None, config, "bf16", 1)
+    assert any(line.startswith("weights: 4 of 8 matrices dequantised to bf16") for line in told)
+    assert 2 in config.valid_tp_sizes  # ranks have 328 inputs of down, which are no whole groups of 32
+
+
+@pytest.mark.parametrize("name", ["gptq", "fp8-channel"])
+@pytest.mark.parametrize("head", ["auto", "fp8"])
+def test_a_notice_tells_of_a_quantised_head_that_is_dequantised(name: str, head: str, tmp_path: Path) -> None:
+    reference = save_quantised(tmp_path, name)
+    tensors, config_file = load_file(tmp_path / "model.safetensors"), tmp_path / "config.json"
+
+    def told() -> bool:
+        settings = EngineConfig(model=tmp_path, lm_head=head)
+        config = config_with_weights(settings, model_config(settings), 1, packs=True)
+        lines = model_notices(settings, None, config, "bf16", 1)
+        return "weights: the LM head is dequantised to bf16; --lm-head fp8 keeps it in FP8" in lines
+
+    assert not told()
+    stored, _ = FORMATS[name][1](np.random.default_rng(5), *reference.lm_head.weight.shape)
+    del tensors["lm_head.weight"]
+    save_file(tensors | {f"lm_head.{part}": tensor for part, tensor in stored.items()}, tmp_path / "model.safetensors")
+    settings = json.loads(config_file.read_text(encoding="utf-8"))
+    settings["quantization_config"]["ignore"] = []
+    config_file.write_text(json.dumps(settings), encoding="utf-8")
+    assert told() == (head == "auto")
+
+
 @pytest.mark.parametrize(("intermediate_size", "left"), [(172, 6), (176, 0)])
 def test_a_notice_tells_of_matrices_that_stay_unpacked(intermediate_size: int, left: int, tmp_path: Path) -> None:
     """Kernels take widths of whole tiles only."""
