@@ -59,11 +59,11 @@ ROWS_LAYER_US = 4.0
 ROWS_SHARE, ROW_SHARE = 0.09, 0.0145
 ROW_ALL_REDUCE_US = 0.11
 MANY_ROWS_SHARE = 0.08  # of that time, with more than FAST_ROWS rows of all requests
-# Attention of several rows, as shares of the time to read the cache: over a bf16 cache with more than WIDE_COLUMNS rows
-# times query heads of a KV head; over a quantised cache each bundle of rows takes a share on all PROGRAMS, and longer
-# on fewer. Same fit, 131072 tokens.
+# Attention of several rows, as shares of the time to read a bf16 cache: over such a cache, with more than WIDE_COLUMNS
+# rows times query heads of a KV head; over a quantised one, for each bundle of rows on all PROGRAMS, and longer on fewer:
+# its values are decoded for each bundle, however few bits they have. Same fit, 131072 tokens.
 WIDE_COLUMNS, WIDE_SHARE = 32, 0.95
-BUNDLE_SHARE, PROGRAMS = 0.78, 264
+BUNDLE_SHARE, PROGRAMS = 0.21, 264
 DRAFT_LAYER_US = 6.0  # in each layer of a draft, beyond a step of the draft model; same fit (self, model)
 PAIR_FIXED_US = 14.4  # decode_parts, fixed: 145.8 minus the time of its bytes and FIXED_US
 HANDOVER_US = 5.4  # decode_parts, layer: 109.9 minus the time of its bytes and LAYER_US
@@ -195,7 +195,8 @@ def rows_us(
     if plain < 1:
         bundles = -(-rows // together)
         used = programs_of_rows(PROGRAMS, bundles * kv_heads * len(seq_lens)) / PROGRAMS
-        attention_us += (1 - plain) * max(BUNDLE_SHARE * bundles / used - 1, 0.0) * read_us(kv_cache)
+        bundles_us = BUNDLE_SHARE * bundles / used * read_us("bf16")
+        attention_us += (1 - plain) * max(bundles_us - read_us(kv_cache), 0.0)
     weights_share = ROWS_SHARE + ROW_SHARE * further + (MANY_ROWS_SHARE if rows * len(seq_lens) > FAST_ROWS else 0.0)
     return weights_share * weights_us + config.num_layers * layer_us + attention_us
 

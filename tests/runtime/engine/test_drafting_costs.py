@@ -18,7 +18,7 @@ from alspec.runtime.engine.drafting import Drafting, draft_config_with_weights, 
 from alspec.runtime.engine.weight_settings import config_with_weights
 from alspec.runtime.profiling.predicted_costs import rows_us
 
-TOLERANCE = 0.09
+TOLERANCE = 0.07
 ROWS = [json.loads(line) for line in (ROOT / "docs" / "results" / "decode_rounds.jsonl").read_text().splitlines()]
 SMOLLM2 = LlamaConfig.from_shape("llama-3.2-1b").model_copy(
     update={
@@ -99,7 +99,7 @@ def test_what_makes_attention_of_rows_longer() -> None:
     assert cost(9, "turbo4", 8) - cost(8, "turbo4", 8) > 0.45 * read
     # Five passes on 240 of 264 programs, and three on all.
     passes = 5 * 264 / 240 - 3
-    assert cost(5, "turbo4", 0, "sas") - cost(5, "turbo4") == pytest.approx(passes * 0.78 * read / 3.76, rel=0.02)
+    assert cost(5, "turbo4", 0, "sas") - cost(5, "turbo4") == pytest.approx(passes * 0.21 * read, rel=0.02)
 
 
 def test_a_round_is_priced_once_for_a_block_of_tokens() -> None:
