@@ -34,6 +34,7 @@ from alspec.runtime.engine.memory import DTYPES, GIB, check_max_context, plan_me
 from alspec.runtime.engine.weight_settings import config_with_weights
 from alspec.runtime.profiling.forced_verdicts import ForcedVerdicts, read_layer_rates
 from alspec.runtime.profiling.predicted_costs import (
+    BESIDE_KERNELS,
     LINK_BYTES,
     LINK_GB_PER_S,
     LINK_US,
@@ -66,9 +67,9 @@ class Mode:
 class PlanSettings:
     """What `--plan` takes to be so, beside the configuration."""
 
-    link_us: float = LINK_US  # a message of LINK_BYTES between two hosts
+    link_us: float = LINK_US  # a message of LINK_BYTES between two hosts, alone
     link_gb_per_s: float = LINK_GB_PER_S  # of large messages
-    all_reduce_us: float = LINK_US  # over two hosts
+    all_reduce_us: float = BESIDE_KERNELS * LINK_US  # over two hosts
     hit_rate: float | Sequence[float] | None = None  # as of `Mode`; None: those of `modes`
 
     @property
@@ -98,9 +99,9 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--plan", action="store_true", help="print memory and predicted latency; needs no GPU")
     size = f"{LINK_BYTES // 1024} KB"
     for flag, metavar, text in (
-        ("--link-us", "US", f"microseconds of a message of {size} between two hosts (default: {LINK_US:.0f}, TCP)"),
+        ("--link-us", "US", f"microseconds of a message of {size}, alone, between hosts (default: {LINK_US:g}, TCP)"),
         ("--link-gbs", "GB/S", f"rate of large messages between them (default: {LINK_GB_PER_S:g}, TCP)"),
-        ("--all-reduce-us", "US", "microseconds of an all-reduce over two hosts (default: that of --link-us)"),
+        ("--all-reduce-us", "US", f"microseconds of an all-reduce over both (default: {BESIDE_KERNELS} of --link-us)"),
     ):
         group.add_argument(flag, type=float, metavar=metavar, help=f"of --plan: {text}; the doctor measures it")
     group.add_argument(
@@ -132,13 +133,15 @@ def plan_settings(args: argparse.Namespace) -> PlanSettings:
     return PlanSettings(
         link_us,
         LINK_GB_PER_S if args.link_gbs is None else args.link_gbs,
-        link_us if args.all_reduce_us is None else args.all_reduce_us,
+        BESIDE_KERNELS * link_us if args.all_reduce_us is None else args.all_reduce_us,
         None if args.hit_rate is None else _read_hit_rate(args.hit_rate),
     )
 
 
 def _read_hit_rate(text: str) -> float | list[float]:
     """A share of layers, or that of each layer from the file with this name."""
+    if not text.strip():
+        raise UserError("flags: --hit-rate: expected a number from 0 to 1, or a file of evaluate's rows, found nothing")
     try:
         rate = float(text)
     except ValueError:
@@ -172,10 +175,17 @@ def print_plan(config: GenerateConfig, settings: PlanSettings) -> None:
     drafter = config.draft if copied is None else f"{config.draft} and its {copied.quantised_as} copy"
     if small is not None and small.quantised_as is not None:
         drafter += f" in {small.quantised_as}"
+    title = (
+        f"{context} tokens, {weights}, cache {cache_name(config)}; captured step over peer memory on H200s, "
+        f"{STREAM_BYTES_PER_S / 1e12:.1f} TB/s"
+    )
+    if config.draft == "off":
+        title += (
+            f", paired at a hit rate of {settings.mean_hit_rate:.2f}; two hosts: {_link_text(settings, model)}, "
+            f"against one of them alone; {_pauses(config)}"
+        )
     table = Table(
-        title=f"{context} tokens, {weights}, cache {cache_name(config)}; captured step over peer "
-        f"memory on H200s, {STREAM_BYTES_PER_S / 1e12:.1f} TB/s, paired at a hit rate of {settings.mean_hit_rate:.2f}; "
-        f"two hosts: {_link_text(settings, model)}, against one of them alone; a pair that does not pay pauses",
+        title=title,
         caption=_what_speculation_changes(config.speculation.threshold, model.num_layers)
         if config.draft == "off"
         else f"memory with --draft {drafter}, latency of plain steps",
@@ -252,7 +262,7 @@ def _step_us(
     linked = link_costs(model, tp_size, *sizes, _message_us(settings, model, tp_size), recalled)
     of_steps = ForcedVerdicts.of(model.num_layers, mode.hit_rate, torch.device("cpu")).of_steps.bool().tolist()
     always_us = median(linked_step_us(linked, accepted) for accepted in of_steps)
-    return min(always_us, alone_us)  # a pair that does not pay pauses
+    return always_us if config.speculation.always else min(always_us, alone_us)
 
 
 def _message_us(settings: PlanSettings, model: LlamaConfig, tp_size: int = 1) -> float:
@@ -260,11 +270,12 @@ def _message_us(settings: PlanSettings, model: LlamaConfig, tp_size: int = 1) ->
 
 
 def _link_text(settings: PlanSettings, model: LlamaConfig) -> str:
-    """The times over the link, which are one number by default for the 8B shape."""
-    of_message, of_reduce = _message_us(settings, model), settings.all_reduce_us
-    if of_message == of_reduce:
-        return f"{of_message:g} us a message or all-reduce"
-    return f"{of_message:.4g} us a message, {of_reduce:g} us an all-reduce"
+    """The times over the link."""
+    return f"{_message_us(settings, model):.4g} us a message, {settings.all_reduce_us:.3g} us an all-reduce"
+
+
+def _pauses(config: GenerateConfig) -> str:
+    return "a pair never pauses" if config.speculation.always else "a pair that does not pay pauses"
 
 
 def _what_speculation_changes(threshold: float, num_layers: int) -> str | None:

@@ -19,6 +19,7 @@ from alspec.sas import Softmax
 
 __all__ = [
     "DRAFT_LAYER_US",
+    "BESIDE_KERNELS",
     "LINK_BYTES",
     "LINK_GB_PER_S",
     "LINK_US",
@@ -60,8 +61,8 @@ ROWS_SHARE, ROW_SHARE = 0.09, 0.0145
 ROW_ALL_REDUCE_US = 0.11
 MANY_ROWS_SHARE = 0.08  # of that time, with more than FAST_ROWS rows of all requests
 # Attention of several rows, as shares of the time to read a bf16 cache: over such a cache, with more than WIDE_COLUMNS
-# rows times query heads of a KV head; over a quantised one, for each bundle of rows on all PROGRAMS, and longer on fewer:
-# its values are decoded for each bundle, however few bits they have. Same fit, 131072 tokens.
+# rows times query heads of a KV head; over a quantised one, for each bundle of rows on all PROGRAMS, and longer on
+# fewer: its values are decoded for each bundle, however few bits they have. Same fit, 131072 tokens.
 WIDE_COLUMNS, WIDE_SHARE = 32, 0.95
 BUNDLE_SHARE, PROGRAMS = 0.21, 264
 DRAFT_LAYER_US = 6.0  # in each layer of a draft, beyond a step of the draft model; same fit (self, model)
@@ -77,12 +78,13 @@ PREDICTOR_US = 9.7
 MASSES_SHARE = 0.033
 RECALLED_US, RECALLED_SPEC_US = 0.045, 0.23
 # The next constants were fitted to all rows of linked_pair, because parts of a pair over TCP were not measured.
-LINK_US = 90.0  # one message of LINK_BYTES, one way
+BESIDE_KERNELS = 1.17  # a message takes so many times as long as one alone: 90 us for LINK_US
 LINK_BYTES = 48 * 1024  # a layer's message of the 8B shape
 VERIFIER_US = 21.0  # the verifier's layer takes this much longer than that of a group alone
 SPECULATOR_US = 15.0  # the speculator's layer takes this much longer than its post- and pre-attention
-# TCP between two H200s of one machine, docs/experiments.md: messages of 0.1 to 48 KB take 60 to 77 us. If all of the
-# difference is their size, it is this rate; larger messages were not measured.
+# TCP between two H200s of one machine, docs/experiments.md: messages of 0.1 to 48 KB take 60 to 77 us alone. If all of
+# the difference is their size, it is this rate; larger messages were not measured.
+LINK_US = 77.0  # one message of LINK_BYTES, one way
 LINK_GB_PER_S = 2.9
 
 
@@ -223,7 +225,10 @@ def link_costs(
     link_us: float = LINK_US,
     recalled: int = 0,
 ) -> LinkCosts:
-    """Predict the parts of one decode step of two groups of `tp_size` ranks, whose messages take `link_us` each way."""
+    """Predict the parts of one decode step of two groups of `tp_size` ranks.
+
+    link_us: a message one way, alone, as `Transport.message_us` measures it.
+    """
     alone = step_costs(config, tp_size, 1, dtype, context, kv_cache, kv_protect)
     sizes = {name: matrix.rows * matrix.columns for name, matrix in matrices_of(config, tp_size).items()}
     pre_us = alone.layer_us * sizes["qkv"] / sum(sizes.values())
@@ -233,5 +238,5 @@ def link_costs(
         verifier_us=pre_us + alone.attention_us + recall_us + VERIFIER_US,
         post_us=alone.layer_us - pre_us,
         speculator_us=alone.layer_us + RECALLED_US * recalled + SPECULATOR_US,
-        link_us=link_us,
+        link_us=BESIDE_KERNELS * link_us,
     )

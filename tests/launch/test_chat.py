@@ -239,7 +239,7 @@ def test_why_short_turns_have_no_hit_rate_is_said_once(talk: Talk) -> None:
     assert notice not in talk("hi\n", "--max-new-tokens", 1, *flags[2:])[2]
     blocks = "alspec: --recall-blocks without effect: --predictor window recalls no blocks\n"
     assert talk("hi\n", *flags, "--recall-blocks", 8)[2].startswith(blocks)
-    always = "alspec: --pair-always without effect: only a pair over a link pauses\n"
+    always = "alspec: --pair-always without effect: only a pair over a link, in captured steps, pauses\n"
     assert talk("hi\n", *flags, "--pair-always")[2].startswith(always)
 
 

@@ -124,7 +124,7 @@ def put_captured(engine: Engine) -> None:
 
 
 class ListsForward(RowForward):
-    """Keeps the recall lists that each round leaves, [L, ...] for a request and the length that they are for."""
+    """Keeps the recall lists that drafts after each round would have, [L, ...] for a request and its length."""
 
     def begin(self) -> None:
         self.left: dict[tuple[int, int], Tensor] = {}
@@ -132,6 +132,7 @@ class ListsForward(RowForward):
 
     def recall_rows(self, rows: Tensor, seq_lens: Tensor) -> None:
         super().recall_rows(rows, seq_lens)
+        self._choose_blocks()
         assert self._recall is not None
         for request, length in enumerate(seq_lens.tolist()):
             self.left[request, length] = self._recall.lists[:, request].clone()

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from statistics import median
 from typing import Any
 
-from result_rows import provenance, table, times_as_fast
+import torch
+from result_rows import HERE, provenance, table, times_as_fast
+
+from alspec.latency_model import linked_step_us
+from alspec.models.llama_config import LlamaConfig
+from alspec.runtime.profiling.forced_verdicts import drawn_verdicts, forced_verdicts, read_layer_rates
+from alspec.runtime.profiling.predicted_costs import LINK_GB_PER_S, LINK_US, link_costs, message_us
 
 SOCKETS = "`NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 NCCL_NET=Socket NCCL_SOCKET_IFNAME=lo`"
 
@@ -27,8 +34,37 @@ def link(rows: list[dict[str, Any]], of_hosts: list[dict[str, Any]], of_two: dic
     )
     return "\n\n".join(
         ["## Pairs over TCP", text, provenance(*rows), against_one(rows),
-         text_of_hosts, provenance(*of_hosts), against_two(of_hosts, of_two)]
+         text_of_hosts, provenance(*of_hosts), against_two(of_hosts, of_two), PREDICTED, predictions(rows + of_hosts)]
     )  # fmt: skip
+
+
+PREDICTED = (
+    "Steps of pairs that always speculate, and what `--plan` predicts for a message that takes as long alone as TCP"
+    " between these GPUs. Where the messages of a step take longer than its kernels (2 + 2), its time varies."
+)
+
+
+def predictions(rows: list[dict[str, Any]]) -> str:
+    """A line for each row of a pair that always speculates: measured and predicted milliseconds."""
+    lines = []
+    for row in rows:
+        case = row["case"]
+        if "--pair-always" not in row["command"]:
+            continue
+        config, tp_size = LlamaConfig.from_shape(case["shape"]), case["world"] // 2
+        message = message_us(config, tp_size, LINK_US, LINK_GB_PER_S)
+        costs = link_costs(
+            config, tp_size, torch.bfloat16, case["context"], link_us=message, recalled=case["recall_blocks"]
+        )
+        steps = [forced_verdicts(config.num_layers, case["hit_rate"])]
+        if "layer_rates" in case:
+            rates = read_layer_rates(HERE / case["layer_rates"])
+            steps = drawn_verdicts(config.num_layers, rates, num_steps=256).tolist()
+        predicted = median(linked_step_us(costs, [bool(hit) for hit in accepted]) for accepted in steps)
+        measured, names = row["us"]["p50"], (f"{tp_size} + {tp_size}", str(case["context"]), _hits(row))
+        off = f"{predicted / measured - 1:+.1%}"
+        lines.append([*names, f"{measured / 1e3:.2f}", f"{predicted / 1e3:.2f}", off])
+    return table(["GPUs", "tokens", "", "measured, ms", "predicted, ms", "predicted against measured"], lines)
 
 
 def against_one(rows: list[dict[str, Any]]) -> str:

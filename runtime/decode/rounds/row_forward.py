@@ -54,21 +54,29 @@ class RowForward:
         if recall_blocks:
             shape = (cache.num_layers, cache.batch_size, num_qo_heads, cache.head_dim)
             self.last_queries = torch.zeros(shape, dtype=model.weights.embedding.dtype, device=cache.device)
+        self._recall_at: Tensor | None = None  # lengths of `recall`, until a draft needs its lists
         self._queries: list[Tensor] = []  # L x [R, B, Hq, D], of the last `full`
         self._attention = DecodeAttention(layers, num_qo_heads, chunk_size, model.sm_scale, cache.device, self._recall)
 
     def begin(self) -> None:
         """Empty the recall lists, which belong to other texts."""
+        self._recall_at = None
         if self._recall is not None:
             self._recall.lists.fill_(-1)
 
     def recall(self, seq_lens: Tensor) -> None:
         """Choose the blocks that `predict` recalls from now on: by full attention with `last_queries`.
 
+        That runs when a draft needs them: where drafts pause, steps do not attend twice.
+
         seq_lens: [B] int32, tokens up to the one with these queries.
         """
-        if self.last_queries is not None:
-            self._attention.recall_prompts(self.last_queries, seq_lens)
+        self._recall_at = seq_lens
+
+    def _choose_blocks(self) -> None:
+        if self._recall_at is not None and self.last_queries is not None:
+            self._attention.recall_prompts(self.last_queries, self._recall_at)
+        self._recall_at = None
 
     def recall_rows(self, rows: Tensor, seq_lens: Tensor) -> None:
         """As `recall`, with the queries of one row of each request in the last `full`; rows: [B] int64."""
@@ -99,6 +107,7 @@ class RowForward:
         Returns:
             [B, V] fp32.
         """
+        self._choose_blocks()
         return self._run(token_ids[None], seq_lens[None], "predictor")[0][0]
 
     def _run(

@@ -18,7 +18,7 @@ from alspec.runtime.engine import choices as engine_choices
 from alspec.runtime.engine import composition
 from alspec.runtime.engine.choices import Choices
 from alspec.runtime.engine.composition import find_peer_memory
-from alspec.runtime.profiling.predicted_costs import STREAM_BYTES_PER_S
+from alspec.runtime.profiling.predicted_costs import BESIDE_KERNELS, STREAM_BYTES_PER_S
 
 
 @pytest.fixture
@@ -118,7 +118,7 @@ def test_kernels_are_predicted_for_the_copy_rate_of_the_slowest_rank(monkeypatch
     (alone_us, parts), (slow_us, slow_parts) = pair_and_alone(math.inf), pair_and_alone(STREAM_BYTES_PER_S / 2)
     assert slow_us == pytest.approx(2 * alone_us)
     assert slow_parts.verifier_us == pytest.approx(2 * parts.verifier_us)
-    assert slow_parts.link_us == parts.link_us == 90.0
+    assert slow_parts.link_us == parts.link_us == BESIDE_KERNELS * 90.0
 
 
 @pytest.mark.usefixtures("host")

@@ -70,7 +70,7 @@ LOST += [(1, 0, signal.SIGKILL), (1, 1, signal.SIGKILL), (2, 1, signal.SIGSTOP),
 def test_a_rank_that_is_killed_or_stopped_is_named_on_both_hosts(
     tiny_folder: Path, tmp_path: Path, ranks_of_host: int, rank: int, sent: signal.Signals
 ) -> None:
-    """Group 0 verifies on the first host, which has the job's store; group 1 speculates on the second one."""
+    """Each host is a group; the first one has the job's store. Over Gloo the groups change roles in each layer."""
     flags = [*LONG, "--model", str(tiny_folder), "--speculation", "paired"]
     with two_hosts(tmp_path, ranks_of_host, flags) as hosts:
         hosts[0].wait_for_tokens()

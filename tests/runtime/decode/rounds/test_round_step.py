@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,6 +24,8 @@ from tiers import covering, fast
 
 from alspec.config import SamplingConfig
 from alspec.errors import BadNumbersError
+from alspec.runtime.decode.rounds.draft_policy import DraftPolicy
+from alspec.runtime.decode.rounds.round_step import RoundStep
 from alspec.runtime.decode.rounds.row_forward import RowForward
 from alspec.runtime.engine.generation import Token
 
@@ -184,6 +187,25 @@ def test_rounds_around_the_edge_of_a_block(turbo_folder: Path, make_prompt: Any,
         steps = len(engine.generation.step_us)
         # Each round yields four tokens; a prompt of 62 tokens has room for drafts in one place of its block only.
         assert steps == 2 if codec == "bf16" else steps > 2
+
+
+def test_steps_without_drafts_do_not_choose_blocks(turbo_folder: Path, make_prompt: Any) -> None:
+    """That is full attention in each layer a second time; the first draft after them chooses."""
+    sampling = SamplingConfig(max_new_tokens=6, ignore_eos=True)
+    with engine_of(turbo_folder, draft="self", draft_tokens=2) as engine:
+        engine.load(1, 320)
+        step = engine.decode_step
+        assert isinstance(step, RoundStep)
+        forward = step._forward
+        chosen = mock.Mock(wraps=forward._attention.recall_prompts)
+        with mock.patch.object(forward._attention, "recall_prompts", chosen):
+            step._policy = mock.Mock(drafts=lambda room, cost: False)
+            generated(engine, [make_prompt(290, seed=4)], sampling)
+            assert chosen.call_count == 0
+            step._policy = DraftPolicy(always=True)
+            generated(engine, [make_prompt(290, seed=4)], sampling)
+            rounds = sum(drafts > 0 for each in engine.generation.rounds for drafts, _ in each)
+            assert chosen.call_count == rounds > 1
 
 
 def test_the_end_of_the_context(turbo_folder: Path, make_prompt: Any) -> None:
