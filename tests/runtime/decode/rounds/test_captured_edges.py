@@ -50,7 +50,7 @@ def test_the_end_of_the_context(turbo_folder: Path, make_prompt: Any, codec: str
         assert any(accepted > 0 for step in engine.generation.rounds for _, accepted in step)
 
 
-@pytest.mark.parametrize("how", fast(["stop id", "stop text", "length"], keep=["stop text"]))
+@pytest.mark.parametrize("how", fast(["stop id", "stop text", "end token", "length"], keep=["stop text"]))
 def test_an_answer_ends_in_the_middle_of_a_round(turbo_folder: Path, make_prompt: Any, how: str) -> None:
     """With penalties. The rest of the round is dropped; the other request goes on."""
     prompts = [make_prompt(30, seed=3), make_prompt(41, seed=4)]
@@ -61,11 +61,16 @@ def test_an_answer_ends_in_the_middle_of_a_round(turbo_folder: Path, make_prompt
         pieces = [engine.tokenizer.decode([token]) for token in text]
         place = next(place for place in range(2, 7) if pieces[place].isascii() and pieces[place] not in pieces[:place])
         ends = {"stop id": {"stop_ids": (text[place],)}, "stop text": {"stop": (pieces[place],)}}
+        ends["end token"] = {"ignore_eos": False}
         ended = free.model_copy(update=ends.get(how, {"max_new_tokens": 6}))
+        eos = (text[place],) if how == "end token" else engine.tokenizer.eos_token_ids
+        engine.tokenizer.eos_token_ids = eos
         expected = engine.generate(prompts, ended)
     with engine_of(turbo_folder, draft="self", draft_tokens=3, **ALWAYS) as engine:
         engine.load(2, 49)
         put_captured(engine)
+        assert engine.tokenizer is not None
+        engine.tokenizer.eos_token_ids = eos
         found = engine.generate(prompts, ended)
         assert found == expected
         assert any(accepted > 0 for step in engine.generation.rounds for _, accepted in step)
