@@ -79,9 +79,9 @@ def test_every_head_shape_matches_the_oracle(device: torch.device, codec: str, h
 
 MIXED_SHAPES = [(64, 1, 1), (64, 7, 2), (128, 4, 4), (128, 8, 1)]  # head_dim, ratio, num_warps
 HOWS = [(0, "exact"), (S, "exact"), (S, "sas")]
-# Each shape with each way, over one codec after another; the last shape, which takes longest, with one.
+# Every second pair of a shape and a way, over one codec after another; the last shape, which takes longest, with none.
 KEPT_MIXED = [(MIXED[index % len(MIXED)], *each) for index, each in enumerate(itertools.product(MIXED_SHAPES, HOWS))]
-KEPT_MIXED = KEPT_MIXED[:-2]
+KEPT_MIXED = KEPT_MIXED[:-2:2]
 
 
 @pytest.mark.parametrize(

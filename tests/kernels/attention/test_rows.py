@@ -69,7 +69,7 @@ ROW_CASES = [(codec, *case) for codec in ("bf16", "turbo4", "turboquant3") for c
 
 @pytest.mark.parametrize(
     ("codec", "first", "num_rows", "heads_per_kv"),
-    fast(ROW_CASES, keep=[*ROW_CASES[:5], *(ROW_CASES[index] for index in (8, 9, 10, 13, 14, 15, 21))]),
+    fast(ROW_CASES, keep=[ROW_CASES[index] for index in (0, 1, 2, 8, 14, 21)]),
 )
 def test_one_launch_serves_all_rows(
     codec: str,

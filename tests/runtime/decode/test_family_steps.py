@@ -26,7 +26,7 @@ from alspec.runtime.engine.composition import build_captured_step
 CPU = torch.device("cpu")
 NEW_TOKENS = 5
 PROMPTS = [torch.randint(151, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (37, 5)]
-FAST_CASES = ["llama-biases", "qwen3", "phi3-partial-long", "qwen2-window"]
+FAST_CASES = ["qwen3-biases", "phi3-partial-long", "qwen2-window"]
 
 
 @pytest.mark.parametrize("case", fast(list(CASES), FAST_CASES))
@@ -89,7 +89,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(
-    ("case", "codec", "world_size", "window", "recalled"), fast(PAIRS, [PAIRS[0], PAIRS[4], PAIRS[-1]]), ids=str
+    ("case", "codec", "world_size", "window", "recalled"), fast(PAIRS, [PAIRS[4], PAIRS[-1]]), ids=str
 )
 def test_a_pair_gives_the_tokens_and_verdicts_of_one_group(
     case: str, codec: str, world_size: int, window: int | None, recalled: int, tmp_path: Path

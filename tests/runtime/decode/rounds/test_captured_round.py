@@ -143,6 +143,7 @@ def test_rounds_of_more_rows_than_fused_products_take(
         assert sum(accepted for step in engine.generation.rounds for _, accepted in step) > 0
 
 
+@pytest.mark.full
 def test_a_round_that_finds_nothing_to_draft_counts_as_any_other(turbo_folder: Path) -> None:
     """It costs as much: over a text without repeats the policy must see that drafts do not pay."""
     with engine_of(turbo_folder, draft="ngram", draft_tokens=2) as engine:
