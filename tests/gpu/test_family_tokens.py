@@ -11,8 +11,10 @@ from family_models import CASES, LONGROPE, greedy, save_family
 from gpu_jobs import needs, run_gpu_worker, unclear_place
 
 from alspec import Engine
+from alspec.kernels.linear.decode_weight import DecodeWeight
 
 NEW_TOKENS, LEAD = 24, 0.02  # rounding moves no token whose logit leads by more
+PACKED_LEAD = 0.3  # nor that to bf16, also of the weights before they are quantised
 
 
 def prompt(length: int) -> list[int]:
@@ -106,6 +108,37 @@ def test_texts_that_grow_beyond_the_short_context(case: str, draft: str, tmp_pat
                 compared += clear
         assert engine.uses_graph
     assert compared > 60
+
+
+@pytest.mark.full
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("weights", ["fp8", "int4"])
+@pytest.mark.parametrize("case", CASES)
+def test_packed_weights_give_the_clear_tokens_of_dequantised_ones(case: str, weights: str, tmp_path: Path) -> None:
+    """Captured steps in bf16, of one request and of three, against steps in fp32, which keep no matrix packed."""
+    head_dim = {"head_dim": 16} if "head_dim" in CASES[case][1] else {}
+    save_family(tmp_path, case, hidden_size=64, intermediate_size=96, **head_dim)
+    batches, compared = [[prompt(61)], [prompt(length) for length in (40, 47, 60)]], 0
+    options = {"weights": weights, "cuda_graph": "on", "speculation": "off"}
+    with (
+        Engine.from_pretrained(tmp_path, dtype="bf16", **options) as packed,
+        Engine.from_pretrained(tmp_path, dtype="fp32", **options) as dequantised,
+    ):
+        for batch in batches:
+            found = packed.generate(batch, max_new_tokens=NEW_TOKENS, ignore_eos=True)
+            expected = dequantised.generate(batch, max_new_tokens=NEW_TOKENS, ignore_eos=True, logprobs=2)
+            assert isinstance(found, list)
+            assert isinstance(expected, list)
+            for answer, other in zip(found, expected, strict=True):
+                leads = [each.top[0][1] - each.top[1][1] for each in other.logprobs or ()]
+                clear = unclear_place(leads, PACKED_LEAD)
+                assert answer.token_ids[:clear] == other.token_ids[:clear]
+                compared += clear
+        assert packed.uses_graph
+        assert isinstance(packed.model.weights.layers[0].qkv, DecodeWeight)
+        assert isinstance(dequantised.model.weights.layers[0].qkv, torch.Tensor)
+    assert compared > 5
 
 
 # Mode, transport and settings of an engine of several ranks.
