@@ -523,7 +523,6 @@ def test_two_ranks(checkpoint: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.full
 def test_modes_follow_each_other_in_one_job(checkpoint: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += [str(ROOT / "launch" / "latency.py"), "--model", str(checkpoint), "--transport", "gloo"]

@@ -112,10 +112,7 @@ RAGGED = [(65, 450, 319, 128, 1), (320, 321, 640)]
 GRIDS = [(1, 1), (7, 2), (30, 1), (30, 4)]  # num_programs, num_warps
 CHUNKS = [0, S, 256]
 KEPT_RAGGED = [
-    (lengths, grid, CHUNKS[(i + j) % len(CHUNKS)])
-    for i, lengths in enumerate(RAGGED)
-    for j, grid in enumerate(GRIDS)
-    if (i + j) % 2 == 0
+    (lengths, grid, CHUNKS[(i + j) % len(CHUNKS)]) for i, lengths in enumerate(RAGGED) for j, grid in enumerate(GRIDS)
 ]
 
 

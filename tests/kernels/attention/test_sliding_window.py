@@ -41,7 +41,7 @@ LENGTHS = (1, 64, 65, 128, 191, 193, 320, 450)
 WIDE = (2 * S - 1, 2 * S + 1, 2 * S + 63, 2 * S + 64, 2 * S + 65, 400)
 WINDOWS = EDGES + WIDE
 CPU = torch.device("cpu")
-BY_WINDOW = fast(list(itertools.product(WINDOWS, (0, S))), keep=[(65, 0), (1, S), (321, S)])
+BY_WINDOW = fast(list(itertools.product(WINDOWS, (0, S))), keep=[(65, 0), (1, S), (128, S), (321, S)])
 QUANTISED = [("turbo-mixed", 1), ("turbo4", 4), ("turboquant3", 1), ("hybrid-k4v2", 4)]
 
 

@@ -9,7 +9,7 @@ from paths import PTX
 from tiers import fast
 
 
-@pytest.mark.parametrize("group", fast(["fast", "lean", "Hopper", "flashq", "step", "broken"], keep=[]))
+@pytest.mark.parametrize("group", fast(["fast", "lean", "Hopper", "flashq", "step", "broken"], keep=["fast"]))
 def test_compiled_kernels_match_the_oracles_without_races(group: str) -> None:
     """The groups are those of compiled_cases.py; `broken` are mutants, which have to be found."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

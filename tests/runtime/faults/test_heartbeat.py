@@ -92,7 +92,7 @@ LONG_CALLS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("call", fast(list(LONG_CALLS), keep=[]))
+@pytest.mark.parametrize("call", fast(list(LONG_CALLS), keep=["waits"]))
 def test_a_rank_in_a_call_that_holds_pythons_lock_stalls_unless_it_computes(
     call: str, tiny_folder: Path, tmp_path: Path
 ) -> None:
@@ -587,7 +587,6 @@ def test_a_store_that_does_not_answer_is_lost(monkeypatch: pytest.MonkeyPatch) -
     frozen.set()
 
 
-@pytest.mark.full
 def test_a_frozen_store_ends_the_ranks(tmp_path: Path, tiny_folder: Path) -> None:
     """Its host has no power, say: no connection breaks. torchrun, which holds the store, is stopped here."""
     endless = """
