@@ -311,8 +311,6 @@ def speculation_without_effect(config: EngineConfig, speculates: bool, advice: s
     has_predictor = speculates or config.draft == "self"
     if has_predictor and own.predictor == "window" and own.recall_blocks != default.recall_blocks:
         notices.append("--recall-blocks without effect: --predictor window recalls no blocks")
-    if own.mode == "simulated" and own.always:
-        notices.append("--pair-always without effect: only a pair over a link, in captured steps, pauses")
     if speculates:
         return notices
     flags = {

@@ -217,7 +217,7 @@ class Resources:
             self.notices += [each for each in self._drafting.notices(max_context) if each not in self.notices]
         else:
             policy = composition.choose_pair_policy(self._choices, self.config, config, self.connected(), batch_size)
-            if self._choices.mode == "paired" and policy is None and self.config.speculation.always:
+            if self._choices.mode != "off" and policy is None and self.config.speculation.always:
                 notice = "--pair-always without effect: only a pair over a link, in captured steps, pauses"
                 self.notices += [] if notice in self.notices else [notice]
             self.decode_step = composition.build_decode_step(

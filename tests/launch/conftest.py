@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import tokenizers
 import torch
 import transformers
 from generated import read_json
+from one_thread import one_thread  # noqa: F401
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from alspec.launch import generate
@@ -60,14 +61,6 @@ def write_checkpoint(folder: Path, chat_template: str | None = CHAT_TEMPLATE) ->
         settings["chat_template"] = chat_template
     (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
     return folder
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)

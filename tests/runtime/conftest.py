@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import jobs
 import pytest
 import tokenizers
 import torch
+from one_thread import one_thread  # noqa: F401
 from paths import WORKERS
 from safetensors.torch import load_file
 from tokenizers import decoders, models, pre_tokenizers
@@ -22,14 +23,6 @@ from alspec.simulation import SimulatedStep, simulate_step
 
 WORKER = WORKERS / "step_worker.py"
 EOS = "<|end|>"
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def write_tokenizer(folder: Path) -> None:

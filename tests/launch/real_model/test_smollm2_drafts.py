@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import smollm2
-import torch
 from paths import ROOT
 from smollm2 import texts
 
@@ -76,11 +75,10 @@ def test_drafts_change_no_token(drafter: str, cache: str, transport: str, ranks:
 @pytest.mark.parametrize("transport", ["gloo", pytest.param("auto", marks=[pytest.mark.gpu, pytest.mark.multi_gpu])])
 @pytest.mark.parametrize("cache", CACHES)
 def test_a_pair_gives_what_is_simulated(cache: str, transport: str, generate: Generate) -> None:
-    """Tokens and every verdict; some verdicts reject. On a GPU, a code that rounding changes may turn a verdict."""
+    """Tokens and every verdict; some verdicts reject."""
     flags = ("--kv-cache", cache, *BLOCKS)
     simulated = generate(transport, 1, *flags, "--speculation", "simulated")
     paired = generate(transport, 2, *flags, "--speculation", "paired")
     assert texts(paired) == texts(simulated)
-    turned = (torch.tensor(paired["hit_map"]) != torch.tensor(simulated["hit_map"])).double().mean()
-    assert turned <= (0.01 if cache == "turbo4" and transport == "auto" else 0)
+    assert paired["hit_map"] == simulated["hit_map"]
     assert 0 < paired["summary"]["hit_rate"] < 1
