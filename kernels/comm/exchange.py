@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from alspec.kernels.comm.ll_packets import fault_code
+
 __all__ = ["Exchange", "LogitExchange"]
 
 
@@ -33,6 +35,11 @@ class Exchange:
     # norm2 of each request. The ranks need the same ones, to choose alike.
     agreed: Tensor | None = None
     agreed_peers: Tensor | None = None  # [T] int64, on the device: address of each rank's `agreed`
+    fault_base: int = 0  # added to each reduce_index in fault words: draft steps share the word with the model's steps
+
+    def fault_code(self, kind: int, reduce_index: int, rank: int) -> int:
+        """The fault word for an all-reduce of these steps."""
+        return fault_code(kind, self.fault_base + reduce_index, rank)
 
 
 @dataclass(frozen=True)
@@ -48,3 +55,8 @@ class LogitExchange:
     own_packets: Tensor | None = None  # as `packets`
     peers: Tensor | None = None  # [world or 2] int64
     first_rank: int = 0  # of them, in the job; faults are reported under `first_rank + rank`
+    fault_base: int = 0  # as in `Exchange`
+
+    def fault_code(self, kind: int, reduce_index: int, rank: int) -> int:
+        """The fault word for the logits of these steps."""
+        return fault_code(kind, self.fault_base + reduce_index, rank)

@@ -41,7 +41,8 @@ def fault_code(kind: int, reduce_index: int, rank: int) -> int:
     Args:
         kind: BAD_NUMBERS or LATE_PACKET.
         reduce_index: 2 layer for the attention output, 2 layer + 1 for the MLP output. After the L layers: 2 L for the
-            logits, 2 L + 1 for the step barrier, 2 L + 2 for x between paired ranks.
+            logits, 2 L + 1 for the step barrier, 2 L + 2 for x between paired ranks. From 2 L + 3 on, those of draft
+            steps, in the same order.
         rank: whose data was bad or late.
     """
     assert 0 <= reduce_index < 2**20, reduce_index

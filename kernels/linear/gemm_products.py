@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from alspec.kernels.comm.exchange import Exchange, LogitExchange
-from alspec.kernels.comm.ll_packets import BAD_NUMBERS, fault_code
+from alspec.kernels.comm.ll_packets import BAD_NUMBERS
 from alspec.kernels.common.jit_launch import jit_launch
 from alspec.kernels.kv_codec.quantised_layer import QuantisedLayer
 from alspec.kernels.linear.decode_weight import TILE_ROWS, DecodeWeight
@@ -195,7 +195,8 @@ class GemmProducts:
         self._multiply(x, weight, raw)
         _push_products(
             raw, None, bias, exchange.partial, exchange.peers, exchange.epoch, exchange.fault, reduce_index,
-            exchange.tp_rank, fault_code(BAD_NUMBERS, reduce_index, exchange.rank), exchange.tp_size, 0.0, x.shape[1],
+            exchange.tp_rank, exchange.fault_code(BAD_NUMBERS, reduce_index, exchange.rank), exchange.tp_size, 0.0,
+            x.shape[1],
         )  # fmt: skip
 
     def lm_head(
@@ -212,7 +213,7 @@ class GemmProducts:
             return
         raw = self._room(len(x_norm), weight)
         self._multiply(x_norm, weight, raw)
-        code = fault_code(BAD_NUMBERS, reduce_index, exchange.first_rank + exchange.rank)
+        code = exchange.fault_code(BAD_NUMBERS, reduce_index, exchange.first_rank + exchange.rank)
         _push_products(
             raw, square_sums, None, exchange.shard, exchange.peers, exchange.epoch, exchange.fault, 0, exchange.rank,
             code, exchange.world_size, eps, x_norm.shape[1],

@@ -14,7 +14,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from alspec.kernels.comm.exchange import Exchange, LogitExchange
-from alspec.kernels.comm.ll_packets import BAD_NUMBERS, fault_code, store_packets
+from alspec.kernels.comm.ll_packets import BAD_NUMBERS, store_packets
 from alspec.kernels.common.jit_launch import jit_launch, pdl_options, set_l1_carveout
 from alspec.kernels.linear.decode_weight import DecodeWeight
 from alspec.kernels.linear.gemv_tile import (
@@ -210,7 +210,7 @@ def push_partial(
     """
     _push(
         x, None, weight, bias, exchange.partial, exchange.peers, exchange.epoch, exchange.fault, gate, reduce_index,
-        exchange.tp_rank, fault_code(BAD_NUMBERS, reduce_index, exchange.rank), exchange.tp_size, 0.0,
+        exchange.tp_rank, exchange.fault_code(BAD_NUMBERS, reduce_index, exchange.rank), exchange.tp_size, 0.0,
     )  # fmt: skip
 
 
@@ -233,7 +233,7 @@ def lm_head(
     if weight.shape[0] == 0:  # the last shards of a small vocabulary can be empty
         return
     local = exchange.shard
-    code = fault_code(BAD_NUMBERS, reduce_index, exchange.first_rank + exchange.rank)
+    code = exchange.fault_code(BAD_NUMBERS, reduce_index, exchange.first_rank + exchange.rank)
     _push(
         x_norm, square_sums, weight, None, local, exchange.peers, exchange.epoch, exchange.fault, None, 0,
         exchange.rank, code, exchange.world_size, eps,

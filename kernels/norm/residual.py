@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from alspec.kernels.comm.exchange import Exchange
-from alspec.kernels.comm.ll_packets import LATE_PACKET, fault_code, store_packets, wait_packets
+from alspec.kernels.comm.ll_packets import LATE_PACKET, store_packets, wait_packets
 from alspec.kernels.common.jit_launch import jit_launch, pdl_options, set_l1_carveout
 from alspec.kernels.common.pdl import wait_for_previous_kernel
 from alspec.kernels.common.rotary import RotaryFrequencies
@@ -244,7 +244,7 @@ def reduce_norm(
     compiled = jit_launch(_reduce_norm_kernel, (num_square_sums(hidden), batch_size))(
         exchange.packets, exchange.own_packets, exchange.partial, exchange.epoch, exchange.fault, x, gamma, x_norm,
         square_sums, gate, next_gate, verdict, inbox, 0 if inbox is None else inbox.shape[1], reduce_index,
-        exchange.tp_rank, timeout_ns, fault_code(LATE_PACKET, reduce_index, exchange.rank - exchange.tp_rank),
+        exchange.tp_rank, timeout_ns, exchange.fault_code(LATE_PACKET, reduce_index, exchange.rank - exchange.tp_rank),
         HIDDEN=hidden, T=tp_size, T_PAD=triton.next_power_of_2(tp_size), PACKETS=exchange.packets is not None,
         BLOCK=BLOCK, num_warps=max(1, min(4, triton.next_power_of_2(tp_size))), **pdl_options(x.device),
     )  # fmt: skip

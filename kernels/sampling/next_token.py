@@ -11,7 +11,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, globaltimer
 
 from alspec.kernels.comm.exchange import LogitExchange
-from alspec.kernels.comm.ll_packets import BAD_NUMBERS, LATE_PACKET, fault_code, pack_packets, wait_packets
+from alspec.kernels.comm.ll_packets import BAD_NUMBERS, LATE_PACKET, pack_packets, wait_packets
 from alspec.kernels.common.device import INTERPRETED
 from alspec.kernels.common.jit_launch import jit_launch, pdl_options, set_l1_carveout
 from alspec.kernels.common.pdl import wait_for_previous_kernel
@@ -107,8 +107,8 @@ def collect_logits(
     batch_size, vocab_size = logits.shape
     compiled = jit_launch(_collect_logits_kernel, (num_candidates(vocab_size), batch_size))(
         exchange.packets, exchange.own_packets, gathered, exchange.epoch, exchange.fault, logits, best, best_token,
-        exchange.rank, timeout_ns,
-        fault_code(LATE_PACKET, reduce_index, 0), fault_code(BAD_NUMBERS, reduce_index, 0), exchange.shard.shape[1],
+        exchange.rank, timeout_ns, exchange.fault_code(LATE_PACKET, reduce_index, 0),
+        exchange.fault_code(BAD_NUMBERS, reduce_index, 0), exchange.shard.shape[1],
         vocab_size if num_tokens is None else num_tokens, vocab_size,
         WORLD=exchange.world_size, PACKETS=exchange.packets is not None, BLOCK=BLOCK, num_warps=8,
         **pdl_options(logits.device),

@@ -163,6 +163,11 @@ class Drafting:
         return round_size(self.config, self.model_config)
 
     @property
+    def num_layers(self) -> int:
+        """Layers of the model that drafts."""
+        return (self.model_config or self.target).num_layers
+
+    @property
     def weights_name(self) -> str | None:
         """What the weights of a copy, or of a quantised draft model, are; None: there is none."""
         model = self.copy_config or self.model_config

@@ -319,7 +319,9 @@ class Resources:
 
     def _raise_fault(self, code: int) -> None:
         if code:
-            raise fault_error(code, self._step, self.model_config.num_layers, self.agreement, self._attempts)
+            draft_layers = self._drafting.num_layers if self._drafting is not None else 0
+            layers = self.model_config.num_layers
+            raise fault_error(code, self._step, layers, self.agreement, self._attempts, draft_layers)
 
     def _refuse_closed(self) -> None:
         if self._is_closed:

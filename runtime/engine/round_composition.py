@@ -38,6 +38,7 @@ from alspec.runtime.distributed.placement import PeerMemory
 from alspec.runtime.distributed.transport import Transport
 from alspec.runtime.engine.choices import Choices
 from alspec.runtime.engine.composition import choose_products
+from alspec.runtime.faults.bad_steps import num_operations
 
 __all__ = ["build_captured_rounds", "build_row_append"]
 
@@ -53,16 +54,18 @@ class _DecoderFactory:
         peer_memory: PeerMemory | None,
         vocab_size: int,
         shared: Exchange | None = None,
+        fault_base: int = 0,
     ) -> None:
         """Remember what the decoders share.
 
         Args:
             vocab_size: V of the model that verifies: embeddings of a draft model may have other rows of padding.
             shared: whose epoch and fault word all decoders of a round share; None: those of the first exchange here.
+            fault_base: of the exchanges.
         """
         self._vocab_size = vocab_size
         self.model, self.cache, self.transport, self._peer_memory = model, cache, transport, peer_memory
-        self.shared = shared
+        self.shared, self._fault_base = shared, fault_base
         self._exchanges: dict[int, tuple[Exchange, LogitExchange]] = {}
 
     def exchanges(self, num_rows: int) -> tuple[Exchange, LogitExchange]:
@@ -74,10 +77,8 @@ class _DecoderFactory:
                 config.vocab_size,
             )  # fmt: skip
             self.shared = self.shared or exchange
-            epoch, fault = self.shared.epoch, self.shared.fault
-            self._exchanges[num_rows] = (
-                replace(exchange, epoch=epoch, fault=fault), replace(logit_exchange, epoch=epoch, fault=fault)
-            )  # fmt: skip
+            words: dict[str, Any] = {"epoch": self.shared.epoch, "fault": self.shared.fault, "fault_base": self._fault_base}
+            self._exchanges[num_rows] = replace(exchange, **words), replace(logit_exchange, **words)
         return self._exchanges[num_rows]
 
     def decoder_arguments(self, num_rows: int, rows: RoundRowBuffers | None = None) -> dict[str, Any]:
@@ -132,10 +133,12 @@ def build_captured_rounds(
 
     plain, catch_up, short_context = kind(1, None), None, None
     drafter: CapturedDrafter
+    fault_base = num_operations(model.config.num_layers)
     if config.draft == "ngram":
         drafter = CapturedNgramDrafter()
     elif config.draft == "self":
         args = factory.decoder_arguments(batch_size)
+        args |= {key: replace(args[key], fault_base=fault_base) for key in ("exchange", "logit_exchange")}
         if draft_model is not None:
             products = choose_products(draft_model, transport.placement.tp_size, batch_size)
             args |= {"weights": draft_model.weights, "products": products}
@@ -143,7 +146,8 @@ def build_captured_rounds(
     else:
         assert draft_model is not None
         assert draft_cache is not None
-        drafting = _DecoderFactory(draft_model, draft_cache, transport, peer_memory, vocab_size, factory.shared)
+        shared = factory.shared
+        drafting = _DecoderFactory(draft_model, draft_cache, transport, peer_memory, vocab_size, shared, fault_base)
         two_rows = RoundRowBuffers.allocate(batch_size, 2, device)
         first_step = RowDecoder(**drafting.decoder_arguments(2 * batch_size, two_rows), round_rows=two_rows)
         drafter = CapturedModelDrafter(first_step, Decoder(**drafting.decoder_arguments(batch_size)))

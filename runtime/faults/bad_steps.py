@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import torch
 from torch import Tensor
@@ -12,12 +13,14 @@ from alspec.kernels.comm.ll_packets import BAD_NUMBERS, split_fault
 from alspec.runtime.distributed.agreement import Agreement
 from alspec.runtime.distributed.transport import Transport
 
-__all__ = ["bad_logits_error", "fault_error"]
+__all__ = ["bad_logits_error", "fault_error", "num_operations"]
 
 FAULT_EXCHANGE_S = 1.0  # all ranks read the fault of a step at nearly the same time, unless a host is late
 
 
-def fault_error(code: int, step: int, num_layers: int, agreement: Agreement, attempt: int) -> AlspecError:
+def fault_error(
+    code: int, step: int, num_layers: int, agreement: Agreement, attempt: int, num_draft_layers: int = 0
+) -> AlspecError:
     """The error for a fault word: bad numbers, or a rank whose data did not arrive in time.
 
     A fault on one rank may cause faults on others: bad numbers spread, and a rank that waits makes others wait. So all
@@ -29,6 +32,7 @@ def fault_error(code: int, step: int, num_layers: int, agreement: Agreement, att
         num_layers: L.
         agreement: exchange of text between the ranks.
         attempt: number of this attempt to decode by this engine; the same on every rank.
+        num_draft_layers: of the model whose draft steps are in a round.
     Returns:
         `BadNumbersError` or `RankFailureError`, to be raised by the caller.
     """
@@ -39,7 +43,7 @@ def fault_error(code: int, step: int, num_layers: int, agreement: Agreement, att
         found = [own]
     step, code = min((json.loads(text) for text in found), key=lambda fault: _order_in_time(fault, num_layers))
     kind, _, rank = split_fault(code)
-    where = _operation_name(code, num_layers)
+    where = _operation_name(split_fault(code)[1], num_layers, num_draft_layers)
     if kind == BAD_NUMBERS:
         return _bad_numbers("NaN or Inf", f"rank {rank}, {where}", step)
     return RankFailureError(f"rank {rank} stalled at step {step}, operation {where}: no data arrived")
@@ -49,8 +53,10 @@ def _order_in_time(fault: list[int], num_layers: int) -> tuple[int, float, int]:
     """Sort key of (step, fault word): by step, then by operation within the step, then by kind and rank."""
     step, code = fault
     _, reduce_index, _ = split_fault(code)
-    # The start of a step comes first; the handover after the last layer comes before the LM head.
-    order = {2 * num_layers + 1: -1.0, 2 * num_layers + 2: 2 * num_layers - 0.5}
+    # The start of a step comes first, then drafts; the handover after the last layer comes before the LM head.
+    order = {2 * num_layers + 1: -math.inf, 2 * num_layers + 2: 2 * num_layers - 0.5}
+    if reduce_index >= num_operations(num_layers):
+        return step, reduce_index - math.ldexp(1, 20), code
     return step, order.get(reduce_index, reduce_index), code
 
 
@@ -82,9 +88,16 @@ def _bad_numbers(what: str, where: str, step: int) -> BadNumbersError:
     )
 
 
-def _operation_name(code: int, num_layers: int) -> str:
+def num_operations(num_layers: int) -> int:
+    """How many operations of a step fault words name; those of draft steps follow."""
+    return 2 * num_layers + 3
+
+
+def _operation_name(reduce_index: int, num_layers: int, num_draft_layers: int) -> str:
     """Name of the operation in a fault word: 2 l and 2 l + 1 are the all-reduces of layer l; three more follow."""
-    reduce_index = split_fault(code)[1]
+    if reduce_index >= num_operations(num_layers):
+        name = _operation_name(reduce_index - num_operations(num_layers), num_draft_layers, 0)
+        return f"{name}, while drafting"
     if reduce_index == 2 * num_layers:
         return "the LM head"
     if reduce_index == 2 * num_layers + 1:

@@ -18,7 +18,8 @@ from alspec.runtime.faults import bad_steps
 from alspec.runtime.faults.bad_steps import bad_logits_error, fault_error
 
 NUM_LAYERS = 4
-LM_HEAD, START, HANDED_OVER = 2 * NUM_LAYERS, 2 * NUM_LAYERS + 1, 2 * NUM_LAYERS + 2
+LM_HEAD, START, HANDED_OVER, DRAFT = 2 * NUM_LAYERS, 2 * NUM_LAYERS + 1, 2 * NUM_LAYERS + 2, 2 * NUM_LAYERS + 3
+NUM_DRAFT_LAYERS = 2
 Fault = tuple[int, int]  # step, fault word
 
 
@@ -48,7 +49,7 @@ def errors_of(*faults: Fault, late_s: float = 0.0) -> list[AlspecError]:
     def run(rank: int) -> AlspecError:
         time.sleep(late_s * rank)
         step, code = faults[rank - 1]
-        return fault_error(code, step, NUM_LAYERS, Agreement(Placement(rank, world), store), 1)
+        return fault_error(code, step, NUM_LAYERS, Agreement(Placement(rank, world), store), 1, NUM_DRAFT_LAYERS)
 
     with ThreadPoolExecutor(world) as threads:
         return list(threads.map(run, range(1, world)))
@@ -82,6 +83,11 @@ def test_in_a_chain_of_waits_the_rank_that_is_late_first_is_named() -> None:
         ((late(6, HANDED_OVER, 2), late(6, 7, 1)), "MLP output, layer 3: no data"),
         # In one operation bad numbers come first: they are the cause of the late packet.
         ((late(6, 5, 2), bad(6, 5, 2)), "first seen on rank 2, MLP output, layer 2"),
+        # Drafts come before the model's own operations and after the start of a step.
+        ((bad(6, 0, 1), bad(6, DRAFT + 3, 2)), "first seen on rank 2, MLP output, layer 1, while drafting, step 6;"),
+        ((bad(6, DRAFT + 2 * NUM_DRAFT_LAYERS, 1), bad(6, 7, 2)), "first seen on rank 1, the LM head, while drafting"),
+        ((late(6, DRAFT, 1), late(6, DRAFT + 1, 2)), "rank 1 stalled at step 6, operation attention output, layer 0, "),
+        ((late(6, DRAFT, 1), late(6, START, 2)), "the start of a step"),
     ],
 )
 def test_the_first_fault_is_named_by_all(faults: tuple[Fault, ...], expected: str) -> None:

@@ -87,7 +87,7 @@ def test_bad_numbers_name_operation_and_rank(turbo_folder: Path, make_prompt: An
         first, second = next(tokens), next(tokens)
         assert step.next_step == 2
         o[3, 2] = torch.nan
-        place = "rank 0, attention output, layer 0, step 2;"
+        place = f"rank 0, attention output, layer 0{', while drafting' if drafter == 'self' else ''}, step 2;"
         with pytest.raises(BadNumbersError, match=f"^NaN or Inf: first seen on {place}"):
             next(tokens)
         assert engine.generation.requests[0].token_ids == [first.token_id, second.token_id]
@@ -96,6 +96,20 @@ def test_bad_numbers_name_operation_and_rank(turbo_folder: Path, make_prompt: An
         again = generated(engine, [prompt], sampling)[0]
         assert again[:2] == [first.token_id, second.token_id]
         assert len(again) == 4
+
+
+@pytest.mark.full
+def test_bad_numbers_of_a_draft_model_are_named(turbo_folder: Path, make_prompt: Any) -> None:
+    sampling = SamplingConfig(max_new_tokens=8, ignore_eos=True)
+    with engine_of(turbo_folder, draft=f"model:{turbo_folder}", draft_tokens=2, draft_always=True) as engine:
+        engine.load(1, 40)
+        put_captured(engine)
+        assert engine._drafting is not None
+        tokens = engine.stream([make_prompt(20, seed=3)], sampling)
+        next(tokens)
+        engine._drafting.model.weights.layers[1].down[3, 2] = torch.nan
+        with pytest.raises(BadNumbersError, match="rank 0, MLP output, layer 1, while drafting, step"):
+            list(tokens)
 
 
 WINDOWED = [(draft, codec) for draft in ("ngram", "self", "model") for codec in ("bf16", "turbo4", "turboquant3")]
