@@ -20,8 +20,8 @@ def drafts(rows: list[dict[str, Any]], texts: list[dict[str, Any]]) -> str:
         " tenth may be chance."
     )
     beside = (
-        "Texts of 64 tokens behind 448 in bf16 on a GPU, beside those of plain steps with the same seed. A round rounds"
-        " differently from a plain step; in fp32 no text parts."
+        "Texts of 64 tokens behind 448 on a GPU, beside those of plain steps with the same seed. A round rounds"
+        " differently from a plain step."
     )
     tables = [accepted(rows), beside, provenance(*texts), parted(texts)]
     return "\n\n".join(["## Accepted drafts", text, provenance(*rows), *tables])
@@ -62,12 +62,14 @@ def parted(rows: list[dict[str, Any]]) -> str:
         case, details = row["case"], row["details"]
         by = details["parted_by"]
         texts = case["samples"]
+        share = details["differing_tokens"] / (texts * case["new_tokens"])
         cells.append(
             [
-                case["model"], case["drafter"], str(case["draft_tokens"]), case["kv_cache"], f"{case['temperature']:g}",
-                f"{len(by)} of {texts}", f"{details['differing_tokens'] / (texts * case['new_tokens']):.0%}",
+                case["model"], case["drafter"], str(case["draft_tokens"]), case["dtype"], case["kv_cache"],
+                f"{case['temperature']:g}", f"{len(by)} of {texts}", f"{share:.0%}",
                 f"{min(by):.3f} to {max(by):.3f}" if by else "",
             ]
         )  # fmt: skip
-    head = ["model", "drafter", "K", "cache", "temperature", "texts that part", "tokens that differ, of all texts"]
-    return table([*head, "nats between the first two tokens, without noise"], cells)
+    head = ["model", "drafter", "K", "dtype", "cache", "temperature", "texts that part"]
+    head += ["tokens that differ, of all texts", "nats between the first two tokens, without noise"]
+    return table(head, cells)

@@ -68,23 +68,24 @@ def recall() -> list[str]:
 
 def hits(rows: Rows) -> str:
     """Hit rate and change in bits per byte, for each model, text, context and number of blocks."""
-    lines: dict[tuple[str, str, int, int, int], dict[str, dict[str, Any]]] = {}
+    lines: dict[tuple[str, str, str, int, int, int], dict[str, dict[str, Any]]] = {}
     for row in rows:
         case = row["case"]
         if case["measure"] == "bits per byte":
-            key = (case["model"], text_of(row), case["context"], case["chunk_size"], case.get("recall_blocks", 0))
+            of_text = case["model"], text_of(row), case["codec"]
+            key = (*of_text, case["context"], case["chunk_size"], case.get("recall_blocks", 0))
             lines.setdefault(key, {})[case["threshold"]] = row
     cells = []
-    for (model, text, context, chunk_size, blocks), found in sorted(lines.items()):
+    for (model, text, codec, context, chunk_size, blocks), found in sorted(lines.items()):
         full = found["0.0"]["value"]
         name = "the bundled model" if model == "demo" else model
         windows = str(found["0.0"]["case"]["samples"])
-        cell = [name, text, str(context), windows, str(chunk_size), str(blocks), f"{full:.4f}"]
+        cell = [name, text, codec, str(context), windows, str(chunk_size), str(blocks), f"{full:.4f}"]
         for name in SHOWN:
             row = found.get(name)
             cell += ["", ""] if row is None else [f"{row['hit_rate']:.1%}", f"{row['value'] / full - 1:+.2%}"]
-        cells.append([*cell[:7], *(text for at, text in enumerate(cell[7:]) if at != 2 * len(SHOWN) - 2)])
-    head = ["model", "text", "tokens", "windows", "S", "recalled", "bits per byte, full attention"]
+        cells.append([*cell[:8], *(text for at, text in enumerate(cell[8:]) if at != 2 * len(SHOWN) - 2)])
+    head = ["model", "text", "cache", "tokens", "windows", "S", "recalled", "bits per byte, full attention"]
     for name in SHOWN[:-1]:
         head += [f"hits, {lambda_name(name)}", "change"]
     return table([*head, f"change, {lambda_name(SHOWN[-1])}"], cells)
@@ -112,7 +113,7 @@ def tasks(rows: Rows) -> str:
 
 def layers(rows: Rows, model: str) -> str:
     """Hit rate of each layer on books, a column for each S and number of blocks."""
-    shown = {"model": model, "measure": "bits per byte", "context": 8192, "threshold": "0.1"}
+    shown = {"model": model, "measure": "bits per byte", "codec": "bf16", "context": 8192, "threshold": "0.1"}
     columns = {
         (row["case"]["chunk_size"], row["case"]["recall_blocks"]): row["hit_rate_per_layer"]
         for row in rows
