@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 import smollm2
+import torch
 from paths import ROOT
 from smollm2 import texts
 
+from alspec import Engine
 from alspec.config import EngineConfig
 from alspec.models.checkpoint.source import model_config, open_tokenizer
+from alspec.runtime.engine.kept_prefix import common_prefix
 
 pytestmark = [pytest.mark.full, pytest.mark.slow]
 
@@ -22,6 +25,9 @@ BLOCKS = ("--recall-blocks", 2)
 GROUP = 3
 DRAFTERS = ["ngram", "self", "model:smollm2"]
 CACHES = ["bf16", "turbo4"]
+
+# Of the verdicts over `turbo4`: rounding of weights changes 2 to 4 %.
+MOST_DIFFERENT = 0.06
 
 Generate = Callable[..., dict[str, Any]]
 
@@ -75,10 +81,57 @@ def test_drafts_change_no_token(drafter: str, cache: str, transport: str, ranks:
 @pytest.mark.parametrize("transport", ["gloo", pytest.param("auto", marks=[pytest.mark.gpu, pytest.mark.multi_gpu])])
 @pytest.mark.parametrize("cache", CACHES)
 def test_a_pair_gives_what_is_simulated(cache: str, transport: str, generate: Generate) -> None:
-    """Tokens and every verdict; some verdicts reject."""
+    """Tokens and every verdict; some verdicts reject. On a GPU both ways round differently: see below."""
     flags = ("--kv-cache", cache, *BLOCKS)
     simulated = generate(transport, 1, *flags, "--speculation", "simulated")
     paired = generate(transport, 2, *flags, "--speculation", "paired")
-    assert texts(paired) == texts(simulated)
-    assert paired["hit_map"] == simulated["hit_map"]
+    found, expected = ((texts(run), run["hit_map"]) for run in (paired, simulated))
+    if (cache, transport) == ("turbo4", "auto"):
+        different, compared = different_verdicts(found, expected)
+        assert compared > 1000
+        assert different <= MOST_DIFFERENT * compared
+    else:
+        assert found == expected
     assert 0 < paired["summary"]["hit_rate"] < 1
+
+
+Texts = tuple[list[list[int]], list[Any]]  # token ids of each request, verdicts of each step, layer and request
+
+
+def different_verdicts(found: Texts, expected: Texts) -> tuple[int, int]:
+    """How many verdicts differ, of how many, while the tokens of a request are the same."""
+    same = [common_prefix(*both) for both in zip(found[0], expected[0], strict=True)]
+    pairs = [
+        (own, other)
+        for step, maps in enumerate(zip(found[1], expected[1], strict=True))
+        for layers in zip(*maps, strict=True)
+        for request, (own, other) in enumerate(zip(*layers, strict=True))
+        if step < same[request]
+    ]
+    return sum(own != other for own, other in pairs), len(pairs)
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_rounding_changes_few_verdicts(cache: str, prompts: list[list[int]]) -> None:
+    """Weights that differ as by rounding in fp32: another code of a quantised cache is another verdict now and then."""
+
+    def simulated(noise: float) -> Texts:
+        speculation = {"mode": "simulated", "recall_blocks": BLOCKS[1]}
+        options: dict[str, Any] = {"dtype": "fp32", "kv_cache": cache, "transport": "gloo", "speculation": speculation}
+        with Engine.from_pretrained(smollm2.NAME, **options) as engine:
+            engine.load(len(prompts), max(map(len, prompts)) + NEW_TOKENS)
+            generator = torch.Generator().manual_seed(1)
+            for weight in (weight for layer in engine.model.weights.layers for weight in (layer.o, layer.down)):
+                assert isinstance(weight, torch.Tensor)
+                weight.mul_(1 + noise * torch.randn(weight.shape, generator=generator))
+            answers = engine.generate(prompts, max_new_tokens=NEW_TOKENS, ignore_eos=True)
+            assert isinstance(answers, list)
+            return [answer.token_ids for answer in answers], [hits.tolist() for hits in engine.generation.hits]
+
+    expected, found = simulated(0.0), simulated(1e-7)
+    different, compared = different_verdicts(found, expected)
+    if cache == "bf16":
+        assert found == expected
+    else:
+        assert compared > 1000
+        assert 0 < different <= MOST_DIFFERENT * compared
