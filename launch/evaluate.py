@@ -18,8 +18,8 @@ from rich.table import Table
 from alspec.config import QUANTISED_CODECS, EvaluateConfig
 from alspec.errors import UserError
 from alspec.kernels.kv_codec.formats import rotates_values
-from alspec.launch.evaluate_drafts import evaluate_drafts
-from alspec.launch.evaluate_tasks import (
+from alspec.launch.evaluation.evaluate_drafts import evaluate_drafts
+from alspec.launch.evaluation.evaluate_tasks import (
     ANSWER,
     Quality,
     Task,

@@ -77,7 +77,8 @@ class _DecoderFactory:
                 config.vocab_size,
             )  # fmt: skip
             self.shared = self.shared or exchange
-            words: dict[str, Any] = {"epoch": self.shared.epoch, "fault": self.shared.fault, "fault_base": self._fault_base}
+            words: dict[str, Any] = {"epoch": self.shared.epoch, "fault": self.shared.fault}
+            words["fault_base"] = self._fault_base
             self._exchanges[num_rows] = replace(exchange, **words), replace(logit_exchange, **words)
         return self._exchanges[num_rows]
 

@@ -17,7 +17,8 @@ from tiers import fast
 from alspec import Engine
 from alspec.config import EngineConfig, SamplingConfig, validate
 from alspec.errors import UserError
-from alspec.launch import evaluate, evaluate_drafts, latency, plot_trace
+from alspec.launch import evaluate, latency, plot_trace
+from alspec.launch.evaluation import evaluate_drafts
 from alspec.runtime.profiling.stats import spread
 
 Run = Callable[..., tuple[int, str, str]]

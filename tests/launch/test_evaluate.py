@@ -21,7 +21,7 @@ from alspec.errors import BadNumbersError, UserError
 from alspec.launch import bench_kernels, evaluate, plot_trace
 from alspec.launch.bench.bench_common import check_close
 from alspec.launch.bench.bench_prefill import PrefillCase, check_prefill
-from alspec.launch.evaluate_tasks import record_needle_tasks
+from alspec.launch.evaluation.evaluate_tasks import record_needle_tasks
 from alspec.models.demo import DEMO_CHECKPOINT
 from alspec.runtime.decode.decode_step import WARM_UP_TOKENS
 from alspec.runtime.engine.engine import Engine

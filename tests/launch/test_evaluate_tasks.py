@@ -15,8 +15,9 @@ import torch
 
 from alspec.config import EngineConfig, EvaluateConfig, validate
 from alspec.errors import UserError
-from alspec.launch import evaluate, evaluate_tasks
-from alspec.launch.evaluate_tasks import Quality, Task
+from alspec.launch import evaluate
+from alspec.launch.evaluation import evaluate_tasks
+from alspec.launch.evaluation.evaluate_tasks import Quality, Task
 from alspec.launch.terminal.display import StatusLine
 from alspec.runtime.engine.engine import Engine
 from alspec.runtime.eval.quality import TextScore

@@ -213,7 +213,7 @@ def test_rows_on_a_full_disk() -> None:
 def test_every_top_level_file_is_a_command() -> None:
     for path in (ROOT / "launch").glob("*.py"):
         has_main = "__main__" in path.read_text(encoding="utf-8")
-        parts = {"__init__", "commands", "evaluate_drafts", "evaluate_tasks", "latency_rounds"}
+        parts = {"__init__", "commands", "latency_rounds"}
         assert has_main == (path.stem not in parts), path
 
 

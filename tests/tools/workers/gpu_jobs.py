@@ -17,6 +17,7 @@ import pytest
 import torch
 from paths import ROOT, WORKERS
 
+from alspec.launch.two_hosts import HOSTS, host_command, host_environment
 from alspec.models.demo import DEMO_CHECKPOINT
 from alspec.models.llama_config import LlamaConfig
 from alspec.models.tokenizer.tokenizer import Tokenizer
@@ -67,17 +68,12 @@ def environment(visible: str) -> dict[str, str]:
 
 
 def hosts(num_ranks: int, port: int, program: list[str]) -> list[tuple[list[str], dict[str, str]]]:
-    """Commands and environments of a job on two hosts, which this machine stands for: they reach each other over TCP.
-
-    NCCL takes ranks with different host ids for ranks on different hosts.
-    """
-    each, found = num_ranks // 2, []
-    for host in range(2):
-        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(host)]
-        command += ["--master-addr", "127.0.0.1", "--master-port", str(port), "--nproc-per-node", str(each)]
-        apart = {"NCCL_HOSTID": f"host-{host}", "NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo"}
-        found.append(([*command, *program], environment(gpus(host * each, each)) | apart))
-    return found
+    """Commands and environments of a job on two hosts, for which this machine stands; see launch/two_hosts.py."""
+    each = num_ranks // HOSTS
+    return [
+        (host_command(host, each, port, program), environment("") | host_environment(host, gpus(host * each, each)))
+        for host in range(HOSTS)
+    ]
 
 
 def licence_ids() -> list[int]:

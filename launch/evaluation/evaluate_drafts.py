@@ -15,7 +15,7 @@ from rich.table import Table
 from alspec.config import EvaluateConfig, SamplingConfig
 from alspec.errors import UserError
 from alspec.field_types import DRAFT_MODEL
-from alspec.launch.evaluate_tasks import read_text
+from alspec.launch.evaluation.evaluate_tasks import read_text
 from alspec.launch.terminal.display import StatusLine
 from alspec.launch.terminal.flags import check_positions, check_writable, notify
 from alspec.launch.terminal.output import append_rows, result_console
