@@ -7,7 +7,7 @@ from importlib import import_module
 
 from alspec.launch.terminal.output import exit_on_interrupt
 
-__all__ = ["bench_kernels", "chat", "doctor", "evaluate", "generate", "latency", "plot_trace", "two_hosts"]
+__all__ = ["bench_kernels", "chat", "doctor", "evaluate", "generate", "latency", "plot_trace"]
 
 
 def _run(module: str) -> int:
@@ -23,4 +23,3 @@ evaluate = partial(_run, "evaluate")
 generate = partial(_run, "generate")
 latency = partial(_run, "latency")
 plot_trace = partial(_run, "plot_trace")
-two_hosts = partial(_run, "two_hosts")
