@@ -38,6 +38,7 @@ from alspec.launch.terminal.output import append_rows, exit_code, result_console
 from alspec.launch.terminal.prompts import from_first_rank, read_text_ids
 from alspec.models.checkpoint.source import model_config, model_name
 from alspec.runtime.cache.codecs import cache_name, check_codec, check_softmax, fit_heads
+from alspec.runtime.decode.captured_step import CapturedStep
 from alspec.runtime.distributed.placement import Placement, why_no_peers
 from alspec.runtime.engine.choices import choose_device, choose_mode
 from alspec.runtime.engine.engine import Engine
@@ -376,10 +377,18 @@ def _row(
         "stream_tb_s": round(copy_bandwidth / 1e12, 3),
         "tokens_per_s": round(profile.tokens_per_s, 2),
         **({"alone_share": round(profile.alone_share, 4)} if engine.placement.is_linked else {}),
+        **_link_of(engine, profile.batch_size * profile.context),
         # A pair skips launches, which then do not read their weights. So its share of the limit is undefined.
         "share_of_limit": round(profile.bytes_per_s / copy_bandwidth, 4) if engine.mode == "off" else None,
         **provenance(ranks if engine.device.type == "cuda" else 0, command),
     }
+
+
+def _link_of(engine: Engine, num_tokens: int) -> dict[str, Any]:
+    """Of a pair over a link: time of a message alone, and by how many layers the speculator is ahead, at most."""
+    step = engine.decode_step
+    policy = step.pair_policy if isinstance(step, CapturedStep) else None
+    return {} if policy is None else {"link_us": round(policy.link_us, 1), "lead": policy.lead(num_tokens)}
 
 
 def _speculation_of(config: LatencyConfig, mode: str) -> dict[str, Any]:

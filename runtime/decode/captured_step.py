@@ -80,7 +80,7 @@ class CapturedStep:
         self._decoder = decoder
         self._main = StepKind(decoder, speculation is not None)
         self._alone = None if alone is None else StepKind(alone, False)
-        self._policy = policy
+        self.pair_policy = policy
         self._num_tokens = 0  # of all requests when the generation began
         self._depth = DEPTH  # most steps in flight
         self._speculation = speculation
@@ -175,8 +175,8 @@ class CapturedStep:
             self._choose_first_lists(self.prompt_queries)
         self._choice.begin(seen)
         self._num_tokens = sum(seq_lens)
-        if self._policy is not None:
-            self._policy.begin()
+        if self.pair_policy is not None:
+            self.pair_policy.begin()
         self._queue.begin(int(self._decoder.exchange.epoch) - 1)
 
     @property
@@ -202,7 +202,7 @@ class CapturedStep:
 
     def _next_kind(self) -> StepKind:
         """What kind of step is launched next: every rank has read as many steps by then, so all choose alike."""
-        if self._alone is None or self._policy is None or self._policy.speculates(self._next_tokens):
+        if self._alone is None or self.pair_policy is None or self.pair_policy.speculates(self._next_tokens):
             return self._main
         return self._alone
 
@@ -217,8 +217,8 @@ class CapturedStep:
 
     def _launch(self, kind: StepKind) -> None:
         """Launch a step. Ctrl-C is held until a captured one is counted."""
-        if self._policy is not None:
-            self._decoder.set_lead(self._policy.lead(self._next_tokens))
+        if self.pair_policy is not None:
+            self._decoder.set_lead(self.pair_policy.lead(self._next_tokens))
         if kind.graph is None:
             try:
                 self._launch_step(kind, self._operation)
@@ -258,9 +258,9 @@ class CapturedStep:
         result = self._queue.read()
         kind = result.kind
         hits = self._hits_ring[result.index].bool() if kind.speculates and self._hits_ring is not None else None
-        if hits is not None and self._policy is not None:
+        if hits is not None and self.pair_policy is not None:
             accepted: list[bool] = (hits | ~torch.tensor(self._live)).all(1).tolist()
-            self._policy.record(accepted, self._tokens_behind(self._queue.num_read))
+            self.pair_policy.record(accepted, self._tokens_behind(self._queue.num_read))
         logprobs = self._choice.read_logprobs(result.index)
         emitted, is_alone = [[token] for token in result.values], kind is self._alone
         return StepRecord(emitted, hits, result.step_us, result.fault, logprobs, is_alone=is_alone)

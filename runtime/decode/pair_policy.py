@@ -25,10 +25,12 @@ class PairPolicy:
     Args:
         costs: cached tokens of all requests -> time of a step of one group alone, and parts of a step of the pair.
         num_layers: L.
+        link_us: a message alone, as it was measured; for reports.
     """
 
-    def __init__(self, costs: Callable[[int], tuple[float, LinkCosts]], num_layers: int) -> None:
+    def __init__(self, costs: Callable[[int], tuple[float, LinkCosts]], num_layers: int, link_us: float) -> None:
         """Create it; `begin` follows."""
+        self.link_us = link_us
         self._costs = functools.lru_cache(maxsize=4)(costs)
         self._all_hits = [True] * num_layers
         self.begin()

@@ -180,7 +180,7 @@ def choose_pair_policy(
         alone_us = tp_step_us(at_rate(step_costs(model, tp_size, 1, *sizes), slower))
         return alone_us, at_rate(link_costs(model, tp_size, *sizes, link_us, config.speculation.recalled), slower)
 
-    return PairPolicy(costs, model.num_layers)
+    return PairPolicy(costs, model.num_layers, link_us)
 
 
 def _slower_than_h200(choices: Choices, transport: Transport) -> float:

@@ -24,6 +24,8 @@ from alspec.models.demo import DEMO_CHECKPOINT
 from alspec.models.llama import Shard
 from alspec.models.llama_config import LlamaConfig
 from alspec.runtime.decode import eager_step
+from alspec.runtime.decode.captured_step import CapturedStep
+from alspec.runtime.decode.pair_policy import PairPolicy
 from alspec.runtime.engine.engine import Engine
 from alspec.runtime.profiling.kernel_trace import TRACE_STEPS
 from alspec.runtime.profiling.profile import WARMUP_STEPS
@@ -598,3 +600,11 @@ def test_captured_steps(profile: Profile, tmp_path: Path) -> None:
         assert layers == set(range(num_layers))
     assert {event["args"]["step"] for event in kernels} == set(range(1, TRACE_STEPS + 1))
     assert all(-1e3 < event["ts"] < 1e6 for event in kernels)
+
+
+def test_rows_of_a_pair_over_a_link_tell_its_time_and_how_far_one_is_ahead() -> None:
+    policy = mock.Mock(spec=PairPolicy, link_us=77.04, lead=lambda num_tokens: num_tokens // 1000)
+    linked = mock.Mock(decode_step=mock.Mock(spec=CapturedStep, pair_policy=policy))
+    assert latency._link_of(linked, 8192) == {"link_us": 77.0, "lead": 8}
+    for step in (mock.Mock(spec=CapturedStep, pair_policy=None), mock.Mock(), None):
+        assert latency._link_of(mock.Mock(decode_step=step), 8192) == {}
