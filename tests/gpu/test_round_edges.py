@@ -91,8 +91,8 @@ def test_bad_numbers_inside_a_round(draft: str, spoils_draft: bool) -> None:
 def test_thousands_of_rounds_leave_the_cache_of_plain_steps(codec: str) -> None:
     """Sampled in fp32, so that many drafts are wrong.
 
-    Sums of one row and of several are rounded differently, which becomes another code now and then, and after that
-    another text: blocks are compared up to there.
+    Sums of one row and of several are rounded differently, which may become another code, and after that another text:
+    blocks are compared up to there. On an H200 all texts and all codes are equal.
     """
     ids, count, rounds, equal_texts, texts = licence_ids(), 250, 0, 0, 0
     options = {"dtype": "fp32", "kv_cache": codec, "speculation": {"mode": "off"}}
@@ -126,6 +126,5 @@ def test_thousands_of_rounds_leave_the_cache_of_plain_steps(codec: str) -> None:
                 rounds += sum(drafts > 0 for each in engine.generation.rounds for drafts, _ in each)
             if rounds >= 3400:
                 break
-    print(codec, rounds, texts, equal_texts, different, compared)
-    assert equal_texts > 0.5 * texts
-    assert different <= 0.02 * compared, "words of several codes"
+    assert equal_texts >= 0.9 * texts
+    assert different <= 1e-4 * compared, "words of several codes"
