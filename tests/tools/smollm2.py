@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from gpu_jobs import NUM_GPUS, environment, gpus, torchrun
 from paths import ROOT
 
 from alspec.config import EngineConfig
@@ -52,13 +52,13 @@ def generate(prompts: list[list[int]], folder: Path, ranks: int, *flags: object)
     """What --json writes for a batch of prompts in fp32, on `ranks` ranks."""
     prompt_file, out = folder / "prompts.jsonl", folder / "out.json"
     prompt_file.write_text("".join(json.dumps({"prompt_ids": ids}) + "\n" for ids in prompts), encoding="utf-8")
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks] if ranks > 1 else []
     settings = ["--model", NAME, "--dtype", "fp32", "--prompt-file", prompt_file, "--ignore-eos", "--json", out]
-    command = [sys.executable, *torchrun, ROOT / "launch" / "generate.py", *settings, *flags]
+    program = list(map(str, [ROOT / "launch" / "generate.py", *settings, *flags]))
+    visible = gpus(0, ranks) if NUM_GPUS and "gloo" not in flags else ""
+    command = torchrun(ranks, visible, program) if ranks > 1 else [sys.executable, *program]
     done = subprocess.run(
-        list(map(str, command)), env=os.environ | {"OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL,
-        capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
+        command, env=environment(visible), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=600
+    )
     assert done.returncode == 0, done.stderr
     written: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
     assert written["summary"]["world_size"] == ranks

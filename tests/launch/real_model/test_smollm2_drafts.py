@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import smollm2
 import torch
+from gpu_jobs import needs
 from paths import ROOT
 from smollm2 import texts
 
@@ -78,7 +79,9 @@ def test_drafts_change_no_token(drafter: str, cache: str, transport: str, ranks:
     assert sum(accepted[1:]) > 0
 
 
-@pytest.mark.parametrize("transport", ["gloo", pytest.param("auto", marks=[pytest.mark.gpu, pytest.mark.multi_gpu])])
+@pytest.mark.parametrize(
+    "transport", ["gloo", pytest.param("auto", marks=[pytest.mark.gpu, pytest.mark.multi_gpu, needs(2)])]
+)
 @pytest.mark.parametrize("cache", CACHES)
 def test_a_pair_gives_what_is_simulated(cache: str, transport: str, generate: Generate) -> None:
     """Tokens and every verdict; some verdicts reject. On a GPU both ways round differently: see below."""

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import smollm2
+from gpu_jobs import needs
 from paths import ROOT
 
 from alspec.config import EngineConfig
@@ -33,7 +34,7 @@ def example(request: pytest.FixtureRequest) -> tuple[list[int], list[int]]:
     [
         pytest.param("gloo", 3, (), id="gloo-3"),
         pytest.param("gloo", 2, PAIR, id="gloo-pair"),
-        pytest.param("auto", 2, PAIR, id="auto-pair", marks=[pytest.mark.gpu, pytest.mark.multi_gpu]),
+        pytest.param("auto", 2, PAIR, id="auto-pair", marks=[pytest.mark.gpu, pytest.mark.multi_gpu, needs(2)]),
     ],
 )
 def test_tokens_are_those_of_transformers(

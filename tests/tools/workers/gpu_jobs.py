@@ -45,9 +45,9 @@ def unclear_place(leads: Sequence[float], least: float) -> int:
 
 
 def torchrun(num_ranks: int, visible: str, program: list[str]) -> list[str]:
-    """The command of a job on the GPUs that it will see."""
+    """The command of a job on the GPUs that it will see; on CPUs if it will see none."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    shares = [str(WORKERS / "shared_gpu.py")] if num_ranks > len(visible.split(",")) else []
+    shares = [str(WORKERS / "shared_gpu.py")] if visible and num_ranks > len(visible.split(",")) else []
     return [*command, *shares, *program]
 
 
