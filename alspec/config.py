@@ -16,7 +16,7 @@ from alspec.field_types import (
     SHORT_DTYPES,
     ChunkSize,
     Context,
-    Drafter,
+    DrafterName,
     DType,
     FilePath,
     Float,
@@ -139,7 +139,7 @@ class EngineConfig(Schema):
         "with a config.json",
     )
     speculation: SpeculationConfig = Field(default=SpeculationConfig(), description="attention-level speculation")
-    draft: Drafter = Field(
+    draft: DrafterName = Field(
         default="off",
         description="draft tokens, which the model verifies together. ngram: what followed the newest "
         "tokens before; self: the model with the attention of A~; model:DIR: a smaller checkpoint, same tokenizer",

@@ -14,7 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSeriali
 from alspec.predictor import CHUNK_SIZES
 
 __all__ = [
-    "AnyInt", "ChunkSize", "Context", "DRAFT_MODEL", "DType", "Drafter", "FilePath", "Float", "HitRate", "HitRates",
+    "AnyInt", "ChunkSize", "Context", "DRAFT_MODEL", "DType", "DrafterName", "FilePath", "Float", "HitRate", "HitRates",
     "Int", "MeasuredMode", "ModelPath", "Penalty", "SHORT_DTYPES", "Schema", "Several", "Share", "ShortDType",
     "StopTexts", "Threshold", "TokenBiases", "TokenIds", "Tokens",
 ]  # fmt: skip
@@ -186,7 +186,7 @@ Threshold = Annotated[
 ]
 HitRate = Annotated[float | Literal["real"], BeforeValidator(_hit_rate)]
 HitRates = Annotated[float | Literal["real"] | Path, BeforeValidator(_hit_rate_or_file)]  # Path: of each layer
-Drafter = Annotated[str, BeforeValidator(_drafter)]
+DrafterName = Annotated[str, BeforeValidator(_drafter)]
 ChunkSize = Annotated[int, BeforeValidator(_one_of_chunk_sizes)]
 ModelPath = Annotated[FilePath, BeforeValidator(_not_empty)]
 MeasuredMode = Annotated[Literal["off", "paired"], BeforeValidator(_measured_mode)]

@@ -242,7 +242,7 @@ def _sweep(
     engine.timeline.enabled = config.trace is not None and not engine.is_fused
     for rate, forced in verdicts:
         if engine.decode_step is not None and engine.is_fused and engine.mode == "paired":
-            engine.decode_step.speculate(config.speculation.threshold, None if forced is None else forced.now)
+            engine.decode_step.set_verdict_rule(config.speculation.threshold, None if forced is None else forced.now)
         status.show(f"{name}: preparing")
         prepare(engine, config.sampling)
         copy_bandwidth = stream_limit(engine)

@@ -22,7 +22,7 @@ from alspec.models.llama import Shard
 from alspec.models.llama_config import LlamaConfig
 from alspec.models.matrix_formats import weights_name
 from alspec.runtime.cache.codecs import cache_name, check_codec, check_softmax, fit_heads
-from alspec.runtime.engine.composition import keeps_context, recalled_blocks
+from alspec.runtime.engine.composition import keeps_context, num_recalled_blocks
 from alspec.runtime.engine.drafting import (
     check_draft_tokenizer,
     draft_config_with_weights,
@@ -210,7 +210,7 @@ def print_plan(config: GenerateConfig, settings: PlanSettings) -> None:
                 continue  # a rank would have one KV head; turbo-mixed needs two
             shard = Shard(0, tp_size, 0, tp_size if mode.two_hosts else world_size)
             run_mode = "off" if mode.num_groups == 1 else "paired"
-            recalled, keeps = recalled_blocks(config, run_mode), keeps_context(config, run_mode)
+            recalled, keeps = num_recalled_blocks(config, run_mode), keeps_context(config, run_mode)
             try:
                 kept = config_with_weights(config, model, tp_size, packs)
                 rounds = round_size(config, draft_config_with_weights(config, draft_model, tp_size, packs))

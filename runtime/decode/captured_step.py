@@ -115,7 +115,7 @@ class CapturedStep:
         self._prompt_attention.recall_prompts(prompt_queries, decoder.buffers.seq_lens - 1)
         decoder.publish_lists()
 
-    def speculate(self, threshold: float, forced: Tensor | None = None) -> None:
+    def set_verdict_rule(self, threshold: float, forced: Tensor | None = None) -> None:
         """Change threshold and forced verdicts; the next `prepare` captures again. See `DecodeStep.speculate`."""
         assert self._speculation is not None, "nothing is speculated"
         self._speculation.threshold, self._speculation.forced = threshold, forced
@@ -202,7 +202,7 @@ class CapturedStep:
 
     def _next_kind(self) -> StepKind:
         """What kind of step is launched next: every rank has read as many steps by then, so all choose alike."""
-        if self._alone is None or self.pair_policy is None or self.pair_policy.speculates(self._next_tokens):
+        if self._alone is None or self.pair_policy is None or self.pair_policy.decide_next(self._next_tokens):
             return self._main
         return self._alone
 

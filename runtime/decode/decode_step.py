@@ -73,7 +73,7 @@ class DecodeStep(Protocol):
     def prompt_queries(self) -> Tensor | None:
         """[L, B, Hq, D] on the device: room for the queries of each prompt's last token, if `A~` recalls blocks."""
 
-    def speculate(self, threshold: float, forced: Tensor | None = None) -> None:
+    def set_verdict_rule(self, threshold: float, forced: Tensor | None = None) -> None:
         """Change the rule for verdicts. Call `prepare` before the next step.
 
         Args:

@@ -32,7 +32,7 @@ from alspec.runtime.distributed.transport import PairMessage, Transport
 from alspec.runtime.faults.bad_steps import bad_logits_error
 from alspec.verdict import accepts, combine_sums, layer_verdict
 
-__all__ = ["DecodeState", "EagerStep", "StepResult", "choose_tokens", "gather_logits"]
+__all__ = ["DecodeState", "EagerStep", "ForwardResult", "choose_tokens", "gather_logits"]
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class DecodeState:
 
 
 @dataclass(frozen=True)
-class StepResult:
+class ForwardResult:
     """Results of the layers and the LM head of one step."""
 
     logits: Tensor  # [B, V] fp32, the same bits on every rank
@@ -75,7 +75,7 @@ def choose_tokens(
 
     Args:
         logits: [B, V] fp32.
-        layer_sums: [L] fp32, see `StepResult`; they locate bad numbers.
+        layer_sums: [L] fp32, see `ForwardResult`; they locate bad numbers.
         seq_lens: B lengths, the positions of the new tokens.
         seen: [B, V] int32, see `tokens_seen`; needed for penalties.
         step: number of the decode step; 0 is the prompt's.
@@ -147,7 +147,7 @@ class EagerStep:
         """Number of the running step: eager steps are never launched ahead. See `DecodeStep.next_step`."""
         return self._steps
 
-    def speculate(self, threshold: float, forced: Tensor | None = None) -> None:
+    def set_verdict_rule(self, threshold: float, forced: Tensor | None = None) -> None:
         """Change the threshold. Eager steps cannot force verdicts. See `DecodeStep.speculate`."""
         assert forced is None, "verdicts of an eager step are not forced"
         self.threshold = threshold
@@ -214,7 +214,7 @@ class EagerStep:
     def release(self) -> None:
         """Do nothing: there is no graph. See `DecodeStep.release`."""
 
-    def run(self, state: DecodeState) -> StepResult:
+    def run(self, state: DecodeState) -> ForwardResult:
         """The layers and the LM head of one step."""
         self._state = state
         self._positions = state.seq_lens - 1
@@ -236,7 +236,7 @@ class EagerStep:
         with self._operation("lm_head", self._model.num_layers):
             logits = gather_logits(self._model, self._transport, x)
         hits = torch.stack(self._hits).cpu() & state.live if self._hits else None
-        return StepResult(logits, hits, layer_sums)
+        return ForwardResult(logits, hits, layer_sums)
 
     def _skip_compute(self) -> bool:
         """Return whether this rank skips gated operations, because its group does not hold the right `x`."""

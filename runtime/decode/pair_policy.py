@@ -39,9 +39,9 @@ class PairPolicy:
         """A generation begins."""
         self._policy = DraftPolicy()
 
-    def speculates(self, num_tokens: int) -> bool:
+    def decide_next(self, num_tokens: int) -> bool:
         """Whether the next step speculates. Call it once for each step that is launched. num_tokens: as for costs."""
-        return self._policy.drafts(0, self._cost(self._all_hits, num_tokens))
+        return self._policy.decide_next(0, self._cost(self._all_hits, num_tokens))
 
     def lead(self, num_tokens: int) -> int:
         """By how many layers the speculator is ahead, at most. num_tokens: as for costs."""

@@ -50,11 +50,11 @@ __all__ = [
     "find_peer_memory",
     "keeps_context",
     "network_notices",
-    "recalled_blocks",
+    "num_recalled_blocks",
 ]
 
 
-def recalled_blocks(config: EngineConfig, mode: str) -> int:
+def num_recalled_blocks(config: EngineConfig, mode: str) -> int:
     """Blocks that `A~` recalls in a mode; 0 if nothing reads `A~`."""
     return config.speculation.recalled if mode != "off" or config.draft == "self" else 0
 

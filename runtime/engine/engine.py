@@ -129,7 +129,7 @@ class Engine(Resources):
         with self.heartbeat.waiting(f"the start of generation {self._generations + 1}"):
             # First, because all ranks must refuse the same prompts.
             self.agreement.require_same({"prompt": spelled(prompt)} | settings)
-            self._launch_missing(self.agreement.exchange)
+            self._catch_up_with_ranks(self.agreement.exchange)
             tokenizer = partial(self.text_tokenizer, "give token ids")
             self.check_sampling(sampling)
             prompts = rows_of(encode_prompts(prompt, tokenizer, self.max_total_tokens), sampling.n)
@@ -145,14 +145,14 @@ class Engine(Resources):
         made = Generation(
             requests, num_answers=sampling.n, reused_tokens=reused, short_context=self.model_config.short_context
         )
-        number = self._own(made)
+        number = self._start_generation(made)
         return number, sampling, [notice] if notice else []
 
-    def _own(self, generation: Generation) -> int:
+    def _start_generation(self, generation: Generation) -> int:
         """Give the cache to a new generation; returns its number."""
         self.generation = generation
         self._generations += 1
-        self._owner = self._generations
+        self._active_generation = self._generations
         return self._generations
 
     def _generate(
@@ -220,7 +220,7 @@ class Engine(Resources):
 
     def _check_running(self, number: int) -> None:
         self._refuse_closed()
-        if number != self._owner:
+        if number != self._active_generation:
             why = "another generation of this engine has begun, which ends this one"
             raise UserError(f"stream: {why}; take one after the other, or use two engines")
 

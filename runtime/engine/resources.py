@@ -80,7 +80,7 @@ class Resources:
         self._step = 0
         self._attempts = 0  # to run decode steps; a fault ends one
         self._generations = 0  # begun so far
-        self._owner = 0  # the generation that may use the cache: the last one, unless a load came after it
+        self._active_generation = 0  # the generation that may use the cache: the last one, unless a load came after it
         self._lock = threading.RLock()  # one thread at a time loads, closes or takes a step
         self._is_closed = False
         self._is_warm = self.device.type != "cuda"
@@ -175,17 +175,17 @@ class Resources:
             self._load(batch_size, max_context)
 
     def _load(self, batch_size: int, max_context: int) -> None:
-        self._owner = 0
+        self._active_generation = 0
         config, placement = self.model_config, self.placement
         held = self._weights_bytes + (self.cache.num_bytes if "cache" in vars(self) else 0)
         if self.memory is not None:  # a draft model's cache, too
             held = self._weights_bytes + self.memory.cache_bytes
         with self.heartbeat.waiting("load"):
-            self._launch_missing(self.agreement.exchange)
+            self._catch_up_with_ranks(self.agreement.exchange)
             # The rank with the least memory decides for all.
             own = available_bytes(self.device, placement.local_world_size) + held
             available = min(map(int, self.agreement.exchange(str(own))))
-        drafts, recalled = self._drafting, composition.recalled_blocks(self.config, self.mode)
+        drafts, recalled = self._drafting, composition.num_recalled_blocks(self.config, self.mode)
         memory = check_fits(
             config, placement.shard, self.dtype, batch_size, max_context, available, self.config.kv_cache,
             self.device.type, self.config.kv_protect, recalled,
@@ -243,7 +243,7 @@ class Resources:
                 captured.release()
         self.decode_step = self._append = None
 
-    def _launch_missing(self, exchange: Callable[[str], list[str]]) -> None:
+    def _catch_up_with_ranks(self, exchange: Callable[[str], list[str]]) -> None:
         """Launch the steps that other ranks have launched ahead, before anything waits for the device.
 
         Ranks that were interrupted at different places also agree on how often they have begun something.
@@ -358,7 +358,9 @@ class Resources:
     def _close_together(self, transport: Transport) -> None:
         """The part of `close` that every rank runs, if all ranks close."""
         with self.heartbeat.waiting("close"):
-            self._launch_missing(lambda own: self.agreement.gather_within("launched", own, TIMEOUT.total_seconds()))
+            self._catch_up_with_ranks(
+                lambda own: self.agreement.gather_within("launched", own, TIMEOUT.total_seconds())
+            )
             transport.barrier()
         # Graphs first, then the memory of packets, then process groups: NCCL waits for graphs that refer to it.
         self._release()

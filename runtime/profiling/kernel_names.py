@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 __all__ = [
+    "LIBRARY_PRODUCTS",
     "PRE_ATTENTION",
     "STEP_END",
     "Row",
@@ -22,6 +23,7 @@ _OPERATIONS = {
     "step_barrier": "embed",
     PRE_ATTENTION: "pre_attention",
     "norm_rope_append": "pre_attention",
+    "_scale_kernel": "pre_attention",
     "update_roles": "handover",
     "choose_x": "handover",
     "await_ending": "handover",
@@ -34,16 +36,22 @@ _OPERATIONS = {
     "decide_kernel": "verdict",
     "receive_": "handover",
     "push_partial": "post_attention",
+    "_push_products": "post_attention",
     "reduce_norm": "post_attention",
     "gate_up_silu": "post_attention",
+    "_silu_kernel": "post_attention",
     "kv_compact": "lm_head",
     "collect_logits": "lm_head",
     STEP_END: "lm_head",
 }
 
 
+# The kernels that end a product of the library, which is in front of them (kernels/linear/gemm_products.py).
+LIBRARY_PRODUCTS = ("_scale_kernel", "_silu_kernel", "_push_products")
+
+
 def operation_of(kernel: str) -> str | None:
-    """Operation of a kernel, or None for kernels of NCCL and PyTorch, which belong to the operation before them."""
+    """Operation of a kernel; None for a kernel of NCCL or PyTorch, which belongs to the operation beside it."""
     return next((operation for part, operation in _OPERATIONS.items() if part in kernel), None)
 
 

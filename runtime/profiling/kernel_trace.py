@@ -21,7 +21,7 @@ from alspec.errors import AlspecError
 from alspec.runtime.decode.decode_step import StepRecord
 from alspec.runtime.engine.engine import Engine
 from alspec.runtime.faults.heartbeat import LOADING
-from alspec.runtime.profiling.kernel_names import PRE_ATTENTION, STEP_END, Row, operation_of, work_us
+from alspec.runtime.profiling.kernel_names import LIBRARY_PRODUCTS, STEP_END, Row, operation_of, work_us
 from alspec.runtime.profiling.link_trace import is_linked, mark_linked
 
 __all__ = ["TRACE_STEPS", "kernel_rows", "label", "layer_parts", "step_kernels"]
@@ -171,7 +171,7 @@ def _label_rows(steps: list[list[Row]], is_pair: bool) -> list[Row]:
 
 def _ops_and_layers(names: list[str], is_pair: bool) -> list[tuple[str, int]]:
     """Operation and layer of each kernel of one step, in the order of their starts."""
-    num_layers = sum(PRE_ATTENTION in name for name in names)
+    names = _with_library_products(names)
     layers_end = max((index for index, name in enumerate(names) if "reduce_norm" in name), default=-1)
     op, layer = "embed", -1
     found = []
@@ -179,15 +179,28 @@ def _ops_and_layers(names: list[str], is_pair: bool) -> list[tuple[str, int]]:
         if operation_of(name) == "message":
             found.append(("message", max(layer, 0)))
             continue
-        op = operation_of(name) or op
+        last, op = op, operation_of(name) or op
         if op == "full_attention" and not is_pair:
             op = "attention"
-        if PRE_ATTENTION in name:
+        if op == "pre_attention" != last:
             layer += 1
         if index > layers_end:
-            op, layer = "agree" if op == "handover" else "lm_head", num_layers
-        found.append((op, max(layer, 0)))
+            found.append(("agree" if op == "handover" else "lm_head", layer + 1))
+        else:
+            found.append((op, max(layer, 0)))
     return found
+
+
+def _with_library_products(names: list[str]) -> list[str]:
+    """Names in which a product of the library has the name of the kernel that ends it."""
+    named, following = [], ""
+    for name in reversed(names):
+        if operation_of(name) is None:
+            name = following if any(part in following for part in LIBRARY_PRODUCTS) else name
+        elif operation_of(name) != "message":
+            following = name
+        named.append(name)
+    return named[::-1]
 
 
 def _senders(labelled: list[list[Row]], verdicts: list[list[int]]) -> list[list[int]]:

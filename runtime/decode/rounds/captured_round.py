@@ -132,7 +132,7 @@ class CapturedRoundStep:
         """See `DecodeStep.next_step`."""
         return self._queue.next_step
 
-    def speculate(self, threshold: float, forced: Tensor | None = None) -> None:
+    def set_verdict_rule(self, threshold: float, forced: Tensor | None = None) -> None:
         """Refuse: a round has no verdicts. See `DecodeStep.speculate`."""
         raise AssertionError("nothing is speculated in a layer")
 
@@ -261,7 +261,7 @@ class CapturedRoundStep:
     def _next_kind(self, remaining: int, live: list[bool]) -> RoundKind:
         """What kind of round is launched next: decided by what the rounds that were read have told."""
         room = self._room(remaining, live)
-        return self._drafting if room and self._policy.drafts(room, self._cost()) else self._plain
+        return self._drafting if room and self._policy.decide_next(room, self._cost()) else self._plain
 
     def _cost(self) -> float:
         """Estimated time of a round with drafts, relative to a plain step."""

@@ -129,7 +129,7 @@ class DraftPolicy:
         if self._repeats is not None:
             self._repeats.begin(texts)
 
-    def drafts(self, num_drafts: int, cost: float) -> bool:
+    def decide_next(self, num_drafts: int, cost: float) -> bool:
         """Whether the next step drafts. Call it once for each step that has room for drafts; where it drafts, a
         second call changes nothing.
 

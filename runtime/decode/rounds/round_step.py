@@ -72,7 +72,7 @@ class RoundStep:
         """Room for the prompts' last queries, if drafts recall blocks. See `DecodeStep.prompt_queries`."""
         return self._forward.last_queries
 
-    def speculate(self, threshold: float, forced: Tensor | None = None) -> None:
+    def set_verdict_rule(self, threshold: float, forced: Tensor | None = None) -> None:
         """Refuse: a round has no verdicts. See `DecodeStep.speculate`."""
         raise AssertionError("nothing is speculated in a layer")
 
@@ -153,7 +153,7 @@ class RoundStep:
         )
         width = int(limits.max())
         nothing = Drafts(self._requests.new_zeros(len(limits), 0), torch.zeros_like(limits))
-        if width < 1 or not self._policy.drafts(width, self._cost(width)):
+        if width < 1 or not self._policy.decide_next(width, self._cost(width)):
             return nothing
         drafts = self._drafter.draft(DraftRequest(history, limits, width, self._sampling, self._seen))
         width = int(drafts.counts.max())

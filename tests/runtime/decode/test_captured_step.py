@@ -455,7 +455,7 @@ def test_another_threshold_needs_another_capture(setting: Setting) -> None:
     captured, speculation = setting.new_step(), mock.Mock()
     captured.prepare(GREEDY)
     with mock.patch.object(captured, "_speculation", speculation):
-        captured.speculate(0.2)
+        captured.set_verdict_rule(0.2)
     assert (speculation.threshold, speculation.forced) == (0.2, None)
     with mock.patch.object(captured, "_capture", mock.Mock(wraps=captured._capture)) as capture:
         for _ in range(2):

@@ -25,7 +25,7 @@ def steps(num_tokens: int, hit_rate: float, count: int) -> list[bool]:
     """Which of so many steps speculate. A step is launched before the one in front of it is read."""
     policy, accepted, kinds = PairPolicy(costs, MODEL.num_layers, 77.0), forced_verdicts(MODEL.num_layers, hit_rate), []
     for step in range(count):
-        kinds.append(policy.speculates(num_tokens + step))
+        kinds.append(policy.decide_next(num_tokens + step))
         if step and kinds[step - 1]:
             policy.record(list(map(bool, accepted)), num_tokens + step - 1)
     return kinds

@@ -293,14 +293,14 @@ def test_a_rank_catches_up_with_the_steps_of_the_others(engine: Engine, monkeypa
 
     step = SimpleNamespace(launched=5, recent_kinds="m", launch_missing=lambda *most: found.append(most))
     monkeypatch.setattr(engine, "decode_step", step)
-    engine._launch_missing(exchange)
+    engine._catch_up_with_ranks(exchange)
     monkeypatch.setattr(engine, "decode_step", None)
-    engine._launch_missing(exchange)
+    engine._catch_up_with_ranks(exchange)
     assert found == [(7, "mam")]
     assert [json.loads(each)[:2] for each in sent] == [[5, "m"], [0, ""]]
     assert (engine._generations, engine._attempts) == (4, 9)
     calls = []
-    monkeypatch.setattr(engine, "_launch_missing", lambda exchange: calls.append(exchange("3")))
+    monkeypatch.setattr(engine, "_catch_up_with_ranks", lambda exchange: calls.append(exchange("3")))
     for _ in engine.stream("The old man", SAMPLING):
         pass
     assert calls == [["3"]] * 2  # for the generation, and for its cache

@@ -168,6 +168,29 @@ def test_labels_of_a_pair(name: str, tp_size: int, first: int, quantised: bool) 
             assert after["start_us"] < after["ready_us"] == before["end_us"]
 
 
+def test_labels_of_products_of_the_library() -> None:
+    """A step of more rows than the fused projections take: a product and the kernel that ends it are one operation."""
+    product = "nvjet_sm90"
+    layer = [
+        (product, "pre_attention"), ("_scale_kernel", "pre_attention"), ("_norm_rope_append_kernel", "pre_attention"),
+        ("lean_decode_kernel", "attention"), ("lean_combine_kernel", "attention"),
+        (product, "post_attention"), (product, "post_attention"), ("_push_products_kernel", "post_attention"),
+        ("_reduce_norm_kernel", "post_attention"),
+        (product, "post_attention"), ("_silu_kernel", "post_attention"),
+        (product, "post_attention"), ("_push_products_kernel", "post_attention"),
+        ("_reduce_norm_kernel", "post_attention"),
+    ]  # fmt: skip
+    begin = [("_embed_norm_kernel", "embed")]
+    head = [product, "_push_products_kernel", "_collect_logits_kernel", "_finish_step_kernel"]
+    names = [name for name, _ in begin + 2 * layer] + head
+    expected = [
+        *[(op, 0) for _, op in begin + layer], *[(op, 1) for _, op in layer], *[("lm_head", 2) for _ in head],
+    ]  # fmt: skip
+    rows = [{"kernel": name, "step": 1, "start_us": 2.0 * at, "end_us": 2.0 * at + 1} for at, name in enumerate(names)]
+    (labelled,) = label([rows], [])
+    assert [(row["op"], row["layer"]) for row in labelled] == expected
+
+
 def test_labels_without_a_pair() -> None:
     """A kernel with an unknown name belongs to the kernel before it."""
     names = ["_embed_norm_kernel"]

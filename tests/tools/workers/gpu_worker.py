@@ -94,7 +94,7 @@ def converse(engine: Engine, turns: list[list[int]], max_new_tokens: int) -> lis
 
 def set_threshold(engine: Engine, threshold: str) -> None:
     if engine.mode != "off":
-        engine.decode_step.speculate(float(threshold))
+        engine.decode_step.set_verdict_rule(float(threshold))
 
 
 def generate(engine: Engine, batch: list[list[int]], sampling: SamplingConfig) -> dict:

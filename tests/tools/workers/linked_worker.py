@@ -100,7 +100,7 @@ class Script:
     def begin(self) -> None:
         self.place = 0
 
-    def speculates(self, num_tokens: int) -> bool:
+    def decide_next(self, num_tokens: int) -> bool:
         self.place += 1
         return self.kinds[self.place - 1]
 
@@ -131,7 +131,7 @@ def run_case(model: Llama, transport: Transport, case: dict[str, Any], has_packe
     found, taken = [], 0
     for threshold in case["thresholds"]:
         forced = torch.tensor(threshold["forced"], dtype=torch.int32) if "forced" in threshold else None
-        captured.speculate(float(threshold["value"]), forced)
+        captured.set_verdict_rule(float(threshold["value"]), forced)
         fault = captured.prepare(SamplingConfig())
         tokens = [
             int(prefill(model, cache, transport, request, ids, no_hook)[0].argmax())

@@ -206,7 +206,7 @@ def nan(engine: Engine) -> None:
     """A weight of rank 1 goes bad after prefill, which reads the same weights."""
     engine.load(1, CAPACITY)
     if engine.mode == "paired":
-        engine.decode_step.speculate(torch.inf)
+        engine.decode_step.set_verdict_rule(torch.inf)
     _generate(engine, spoils=engine.placement.rank == 1)
 
 

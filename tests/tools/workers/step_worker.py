@@ -64,7 +64,7 @@ def run_case(engine: Engine, case: dict[str, Any]) -> dict[str, Any]:
     """Generate one batch. `load` resets the decode step and its priorities."""
     prompts = case["prompts"]
     engine.load(len(prompts), engine.check_prompts(prompts, max(case["max_new_tokens"])))
-    engine.decode_step.speculate(case["threshold"])
+    engine.decode_step.set_verdict_rule(case["threshold"])
     settings = case.get("sampling", {})
     samplings = [SamplingConfig(max_new_tokens=limit, **settings) for limit in case["max_new_tokens"]]
     requests = [
@@ -74,7 +74,7 @@ def run_case(engine: Engine, case: dict[str, Any]) -> dict[str, Any]:
     generation = Generation(requests)
     slow_span = mock.patch.object(Timeline, "span", slowed(case.get("slow_us", 0) / 1e6))
     with slow_span, late_messages(case.get("late_us", 0) / 1e6):
-        for _ in engine._generate(engine._own(generation), generation, samplings[0], None):
+        for _ in engine._generate(engine._start_generation(generation), generation, samplings[0], None):
             pass
     return {
         "tokens": [request.token_ids for request in requests],

@@ -165,7 +165,7 @@ def test_a_round_that_finds_nothing_to_draft_counts_as_any_other(turbo_folder: P
         put_captured(engine)
         step, record = engine.decode_step, mock.Mock()
         assert isinstance(step, CapturedRoundStep)
-        with mock.patch.object(step, "_policy", mock.Mock(drafts=lambda *_: True, record=record)):
+        with mock.patch.object(step, "_policy", mock.Mock(decide_next=lambda *_: True, record=record)):
             generated(engine, [list(range(40, 46))], SamplingConfig(max_new_tokens=4, ignore_eos=True))
         # The last token has no room for drafts: a plain step.
         assert engine.generation.rounds == [[(0, 0)]] * 3
@@ -188,7 +188,7 @@ def test_a_draft_model(turbo_folder: Path, make_prompt: Any, codec: str) -> None
         assert isinstance(step, CapturedRoundStep)
         catch_up = step._catch_up_draft = mock.Mock(wraps=step._catch_up_draft)
         decisions = iter([True, False, False, False, True, True, True, True, True, True, True])
-        with mock.patch.object(step, "_policy", mock.Mock(drafts=lambda *_: next(decisions))):
+        with mock.patch.object(step, "_policy", mock.Mock(decide_next=lambda *_: next(decisions))):
             assert generated(engine, prompts, sampling) == expected
         drafted = [counts for ((counts, accepted),) in engine.generation.rounds if counts and counts == accepted]
         assert len(drafted) >= 2 if codec == "bf16" else drafted

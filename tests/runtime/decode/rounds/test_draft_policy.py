@@ -27,7 +27,7 @@ def run(policy: DraftPolicy, tokens: list[float], cost: float = 2.0) -> list[boo
     """Which steps draft, if a round at each step has 15 drafts, yields so many tokens and has this cost."""
     drafted = []
     for each in tokens:
-        drafted.append(policy.drafts(15, cost))
+        drafted.append(policy.decide_next(15, cost))
         if drafted[-1]:
             policy.record(each, cost)
     return drafted
@@ -57,7 +57,7 @@ def test_it_pauses_and_probes() -> None:
 def test_a_generation_begins_anew() -> None:
     policy = DraftPolicy()
     run(policy, [1.0] * (WINDOW_ROUNDS + 5))
-    assert not policy.drafts(15, 2.0)
+    assert not policy.decide_next(15, 2.0)
     policy.begin()
     assert all(run(policy, [1.0] * WINDOW_ROUNDS))
 
@@ -74,8 +74,8 @@ def test_where_nothing_can_be_drafted() -> None:
     """An infinite cost: not a pause, so that it drafts as soon as it can."""
     for always in (False, True):
         policy = DraftPolicy(always)
-        assert not any(policy.drafts(15, round_cost(15, math.inf)) for _ in range(3))
-        assert policy.drafts(15, 2.0)
+        assert not any(policy.decide_next(15, round_cost(15, math.inf)) for _ in range(3))
+        assert policy.decide_next(15, 2.0)
 
 
 def test_always() -> None:
@@ -86,7 +86,7 @@ def test_always() -> None:
 def test_it_never_tries_what_cannot_pay() -> None:
     """K drafts give K + 1 tokens at most. Whether they cost more changes with the context."""
     policy = DraftPolicy()
-    assert [policy.drafts(4, cost) for cost in (5.01, 5.2, 4.9, 5.1, 3.0)] == [False, False, True, False, True]
+    assert [policy.decide_next(4, cost) for cost in (5.01, 5.2, 4.9, 5.1, 3.0)] == [False, False, True, False, True]
 
 
 def test_a_short_round_is_measured_by_its_own_cost() -> None:
@@ -95,7 +95,7 @@ def test_a_short_round_is_measured_by_its_own_cost() -> None:
     for _ in range(20 * WINDOW_ROUNDS):
         for num_drafts, tokens in ((15, 4.0), (1, 1.3)):
             cost = round_cost(num_drafts, 0.1)
-            assert policy.drafts(num_drafts, cost)
+            assert policy.decide_next(num_drafts, cost)
             policy.record(tokens, cost)
 
 
@@ -127,7 +127,7 @@ def steps_of(policy: DraftPolicy, text: list[int], steps: int, cost: float, toke
     """Which steps draft, if each emits the next token of a text, and a round counts as `tokens`."""
     drafted = []
     for token_id in text[:steps]:
-        drafted.append(policy.drafts(4, cost))
+        drafted.append(policy.decide_next(4, cost))
         policy.read([[token_id]])
         if drafted[-1]:
             policy.record(tokens, cost)
@@ -161,13 +161,13 @@ def test_one_text_of_many_that_repeats_itself_does_not_end_a_pause() -> None:
     policy = DraftPolicy(repeats=RepeatedTexts())
     policy.begin([copied] + [passage(9 + n, 100) for n in range(count - 1)])
     for _ in range(REPEAT_PROBES.probe_rounds):
-        assert policy.drafts(4, 1.6)
+        assert policy.decide_next(4, 1.6)
         policy.record(1.0, 1.6)
     for step in range(20):
-        assert not policy.drafts(4, 1.6), "1 + 4 / 8 tokens do not pay for 1.6 steps"
+        assert not policy.decide_next(4, 1.6), "1 + 4 / 8 tokens do not pay for 1.6 steps"
         policy.read([[copied[step]]] + [[1000 + 100 * step + n] for n in range(count - 1)])
     policy.read([[copied[20]]] + [[] for _ in range(count - 1)])
-    assert policy.drafts(4, 1.6), "requests that have ended do not count"
+    assert policy.decide_next(4, 1.6), "requests that have ended do not count"
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -199,7 +199,7 @@ def times_as_fast(policy: DraftPolicy, ids: list[int], prompt: int, cost: float,
         for end in range(known, length - 1):
             ends.update({tuple(ids[end - size + 1 : end + 1]): end for size in range(2, 6) if end >= size - 1})
         known, made = length - 1, 1
-        drafts = policy.drafts(num_drafts, cost)
+        drafts = policy.decide_next(num_drafts, cost)
         if drafts:
             found = (ends.get(tuple(ids[length - size : length])) for size in (5, 4, 3, 2))
             start = next((end + 1 for end in found if end is not None), None)

@@ -152,7 +152,7 @@ def test_a_plain_step_behind_a_round_of_right_drafts_leaves_no_hole(
         catch_up = step._catch_up_draft
         assert catch_up is not None
         decisions = iter([True, False, True, True, True, True])
-        with mock.patch.object(step, "_policy", mock.Mock(drafts=lambda *_: next(decisions))):
+        with mock.patch.object(step, "_policy", mock.Mock(decide_next=lambda *_: next(decisions))):
             generated(engine, [make_prompt(20, seed=1)], sampling(12))
         assert "cpc" in step.recent_kinds
         drafter = next(

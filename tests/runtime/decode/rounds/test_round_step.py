@@ -199,7 +199,7 @@ def test_steps_without_drafts_do_not_choose_blocks(turbo_folder: Path, make_prom
         forward = step._forward
         chosen = mock.Mock(wraps=forward._attention.recall_prompts)
         with mock.patch.object(forward._attention, "recall_prompts", chosen):
-            step._policy = mock.Mock(drafts=lambda room, cost: False)
+            step._policy = mock.Mock(decide_next=lambda room, cost: False)
             generated(engine, [make_prompt(290, seed=4)], sampling)
             assert chosen.call_count == 0
             step._policy = DraftPolicy(always=True)
