@@ -41,29 +41,27 @@ from alspec.sas import Softmax
 
 __all__ = [
     "MAX_DRAFT_TOKENS", "MAX_LOGPROBS", "PROMPTS", "SHORT_DTYPES", "QUANTISED_CODECS", "BenchConfig", "ChatConfig",
-    "ChoiceConfig", "CommandConfig", "DType", "DoctorConfig", "EngineConfig", "EvaluateConfig", "GenerateConfig",
-    "HeadWeights", "HitRate", "HitRates", "LatencyConfig", "SamplingConfig", "SpeculationConfig", "Weights",
-    "fits", "nearest_name", "validate",
+    "ChoiceConfig", "CommandConfig", "DType", "DoctorConfig", "EngineConfig", "EvaluateConfig", "EvaluatedCodec",
+    "GenerateConfig", "HeadWeights", "HitRate", "HitRates", "LatencyConfig", "SamplingConfig", "SpeculationConfig",
+    "Weights", "fits", "nearest_name", "validate",
 ]  # fmt: skip
 
 SpeculationMode = Literal["auto", "off", "paired", "simulated"]
 Predictor = Literal["window", "recall"]
 Weights = Literal["auto", "fp8", "int4", "int4-g32"]
 HeadWeights = Literal["auto", "fp8"]
-KVCacheCodec = Literal[
-    "bf16", "turbo4", "turbo2", "turbo-mixed", "turboquant4", "turboquant3", "turboquant2",
-    "hybrid-k4v3", "hybrid-k4v2", "hybrid-k3v2",
+QuantisedCodec = Literal[
+    "turbo4", "turbo2", "turbo-mixed", "turboquant4", "turboquant3", "turboquant2", "hybrid-k4v3", "hybrid-k4v2",
+    "hybrid-k3v2",
 ]  # fmt: skip
+KVCacheCodec = Literal["bf16", QuantisedCodec]
 Transport = Literal["auto", "symm", "host", "nccl", "gloo"]
-EvaluatedCodec = Literal[
-    "bf16", "int8", "turbo4", "turbo2", "turbo-mixed", "turboquant4", "turboquant3", "turboquant2",
-    "hybrid-k4v3", "hybrid-k4v2", "hybrid-k3v2",
-]  # fmt: skip
+EvaluatedCodec = Literal["bf16", "int8", QuantisedCodec]
 Selector = Literal["gap_std", "entropy", "min_max", "variation"]
 Sketch = Literal["off", "gaussian", "orthogonal"]
 ValueQuantiser = Literal["codebook", "uniform"]
 
-QUANTISED_CODECS: tuple[str, ...] = get_args(KVCacheCodec)[1:]  # the quantised caches
+QUANTISED_CODECS: tuple[str, ...] = get_args(QuantisedCodec)
 
 MAX_DRAFT_TOKENS = 15  # a round then has 16 rows
 MAX_LOGPROBS = 20  # tokens with a log probability, beside the chosen one

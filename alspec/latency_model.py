@@ -173,7 +173,7 @@ def linked_step_us(costs: LinkCosts, accepted: Sequence[bool]) -> float:
         began.append(verifier_at)
         if layer >= lead:
             speculator_at = max(speculator_at, began[layer - lead] + costs.link_us)
-        if any(at <= speculator_at and of >= base for at, of in notices):
+        if any(time_us <= speculator_at and rejected_layer >= base for time_us, rejected_layer in notices):
             speculator_at, base = max(speculator_at, verifier_at + costs.link_us), layer
         speculator_at += costs.speculator_us
         verifier_at += costs.verifier_us

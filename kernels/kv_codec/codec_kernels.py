@@ -1,6 +1,7 @@
 """GPU kernels that write the quantised KV cache and restore it: store a prompt, append a token, compact a full tail.
 
-record.py converts a block to the words of a record and back. The oracles are in codec_reference.py.
+record_sides.py converts a block to the sides of a record and back, by the codec of each side. The oracles are in
+codec_reference.py.
 
 Shapes: B requests, H KV heads of this rank, D head_dim, n tokens, NB capacity in blocks, W words of a layer, L layers.
 """

@@ -161,9 +161,8 @@ def update_roles(pair: PairState, layer: int, hits: Tensor, timeout_ns: int) -> 
 
     Writes `is_sender`, `is_receiver`, the layer's `senders`, the gates, and the priorities that hold during the
     handover. The receiver of the previous layer waits for the verdict, at most `timeout_ns`; a late verdict counts as a
-    reject. With `layer = L`,
-    after the last layer, `is_sender` and `is_receiver` say who sends x in `receive_residual`, and the priorities are
-    already those of the next step. Rules: `alspec.priority`.
+    reject. With `layer = L`, after the last layer, `is_sender` and `is_receiver` say who sends x in `receive_residual`,
+    and the priorities are already those of the next step. Rules: `alspec.priority`.
 
     Args:
         hits: [L, B] int32; the receiver of the previous layer writes row `layer - 1`.

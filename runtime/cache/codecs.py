@@ -6,7 +6,7 @@ import torch
 
 from alspec.config import QUANTISED_CODECS, EngineConfig
 from alspec.errors import UserError
-from alspec.kernels.attention.decode_quantised.quantised_decode import MAX_HEADS_PER_KV
+from alspec.kernels.common.limits import MAX_HEADS_PER_KV
 from alspec.kernels.kv_codec.quantised_layer import HEAD_DIMS
 from alspec.models.llama_config import LlamaConfig
 from alspec.runtime.cache.kv_cache import KVCache

@@ -139,11 +139,11 @@ class QuantisedCache:
             self._all.tail_scale[:, request] = scales.amax(2).clamp(min=MIN_SCALE)
 
     def compact(self, seq_lens: Tensor) -> None:
-        """Make records of full tails, on a GPU; seq_lens [B] int32, including the new token. Graph-safe."""
+        """Make records of full tails, in fused steps on a GPU; seq_lens [B] int32, with the new token. Graph-safe."""
         kv_compact(self._all, seq_lens)
 
     def commit(self, seq_lens: Tensor) -> None:
-        """Make records of full tails after drafts; seq_lens [B] int32: tokens of each request without rejected ones."""
+        """As `compact`, in eager rounds on any device; seq_lens [B] int32: tokens without rejected drafts."""
         if self.device.type == "cuda":
             kv_compact(self._all, seq_lens)
         else:

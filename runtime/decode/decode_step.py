@@ -110,8 +110,8 @@ class DecodeStep(Protocol):
         """Decode one token for each request, or more.
 
         Args:
-            remaining: most tokens that a request still needs: so many steps may follow, this one included, or fewer
-                rounds.
+            remaining: most tokens that a live request still needs: no more steps than that are in flight, this one
+                included.
             live: [B], requests that are still generating; only these count in verdicts. None: all requests.
         """
 

@@ -121,7 +121,7 @@ class SpeculationState:
 
 @dataclass(frozen=True)
 class LaunchContext:
-    """Settings of post-attention and the next pre-attention: how they all-reduce, and the gates of their kernels.
+    """Settings of one layer's launches: its all-reduces, its gates, and where x, k and v for the paired rank go.
 
     A gate is [1] int32. At gate 0 a kernel returns at once; None is always open. With `verdict` a receiver stops early:
     each `reduce_norm` reads that packet, and after a reject it closes the gate of the kernels behind it.
@@ -146,7 +146,7 @@ class Decoder:
     config: LlamaConfig
     weights: LlamaWeights
     rotary: RotaryFrequencies
-    kv_cache: Cache
+    kv_cache: Cache  # the rank's cache; `self.cache` is how decode steps see it
     buffers: DecodeBuffers
     exchange: Exchange
     logit_exchange: LogitExchange

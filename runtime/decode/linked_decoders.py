@@ -1,12 +1,13 @@
 """Decode steps of two paired groups over a link that kernels cannot reach across: kernels/speculation/linked_pair.py.
 
-    verifier                                         speculator
-    pre-attention       k, v -> its message          choose, take     from layer 1 on: its own x, or the verifier's
-    attention           A, dist2, norm2              pre-attention
-    decide              verdict; has x come?         attention        A~ alone
-    predict             [accepted, x is not here] A~ by the speculator's launch: the same bits in both groups
-    take                [x is here] x of it          post-attention   x -> its message
-    post-attention      [if x was not taken] on A~ or A
+    verifier                                               speculator
+    pre_attention   k, v; message of the layer leaves      choose_x, take_x   own x, or the verifier's; from layer 1 on
+    attend          A, dist2, norm2                        pre_attention
+    decide          verdict; has the speculator's x come?  _predict           A~ alone
+    _predict        [accepted, x has not come] A~ again,   post_attention     x; message of the layer leaves
+                    by the speculator's launch: its bits
+    take_x          [accepted, x has come]
+    post_attention  [x was not taken] on A~ or A
 
 Source: ALSpec; there, groups change roles after each hit, and each layer waits for one message.
 """
@@ -56,7 +57,7 @@ class LinkedDecoder(Decoder):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._lead = self.config.num_layers
-        self._no_sums = torch.zeros_like(self.pair.own_sums)  # `attend` takes sums; the launch for A~ alone leaves them
+        self._no_sums = torch.zeros_like(self.pair.own_sums)  # a launch for A~ alone does not write them
 
     def set_lead(self, lead: int) -> None:
         """From the next step on, the speculator is at most so many layers ahead of the newest message."""
@@ -72,7 +73,7 @@ class LinkedDecoder(Decoder):
 
     @contextmanager
     def launching(self, epoch: int) -> Iterator[None]:
-        """Receive the messages of the step beside it. On a CPU they are expected before it, on a GPU launched after."""
+        """Receive this step's messages while it runs: on a CPU receives begin before it, on a GPU after its launch."""
         with interrupts_wait():  # the messages of a step are sent and received all, or none
             self.link.order_receives()
             if self.link.is_host_driven:
@@ -138,7 +139,7 @@ class Verifier(LinkedDecoder):
         )
 
     def attention(self, layer: int) -> None:
-        """Attention with `A~` and the sums; the verdict; what post-attention computes on, or x in its place."""
+        """Full attention with `A~`, the verdict, and then what post-attention reads, or the speculator's x."""
         buffers, cache, speculation = self.buffers, self.cache, self.speculation
         attend(
             buffers.q, cache.layers[layer], cache.lengths(layer), cache.sm_scale, cache.workspace(layer),

@@ -41,6 +41,7 @@ class PairPolicy:
 
     def decide_next(self, num_tokens: int) -> bool:
         """Whether the next step speculates. Call it once for each step that is launched. num_tokens: as for costs."""
+        # A step of the pair yields one token, as one of no drafts: it pays only if it costs less than one alone.
         return self._policy.decide_next(0, self._cost(self._all_hits, num_tokens))
 
     def lead(self, num_tokens: int) -> int:

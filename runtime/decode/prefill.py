@@ -102,7 +102,8 @@ def prompt_parts(num_tokens: int, chunk_tokens: int, num_groups: int, start: int
     A part is one prompt chunk per group, or half of the last chunk if only one remains.
     """
     chunks = [range(at, min(at + chunk_tokens, num_tokens)) for at in range(start, num_tokens, chunk_tokens)]
-    parts = [PromptPart(of, of) for of in (chunks[at : at + num_groups] for at in range(0, len(chunks), num_groups))]
+    by_group = [chunks[at : at + num_groups] for at in range(0, len(chunks), num_groups)]
+    parts = [PromptPart(each, each) for each in by_group]
     last = chunks[-1]
     if len(parts[-1].chunks) < num_groups and len(last) >= MIN_SHARED_TOKENS:
         # The first half ends at a block boundary of a quantised cache.

@@ -10,10 +10,9 @@ import torch
 from alspec.config import EngineConfig, SpeculationConfig
 from alspec.errors import UserError
 from alspec.kernels.attention.decode.combine import num_sums
-from alspec.kernels.attention.decode.lean_decode import MAX_COLUMNS
 from alspec.kernels.attention.dispatch import attend_recall_parts, attend_spec_parts
 from alspec.kernels.comm.pair_state import PairShape
-from alspec.kernels.common.limits import FAST_ROWS, MAX_BATCH, MAX_FUSED_ROWS, MAX_ROWS, max_batch
+from alspec.kernels.common.limits import FAST_ROWS, MAX_BATCH, MAX_COLUMNS, MAX_FUSED_ROWS, MAX_ROWS, max_batch
 from alspec.kernels.linear.decode_weight import DecodeWeight
 from alspec.kernels.linear.gemm_products import GemmProducts
 from alspec.kernels.linear.products import FusedProducts, Products

@@ -52,11 +52,11 @@ def draft_model_config(config: EngineConfig) -> LlamaConfig | None:
     Raises:
         UserError: a broken folder or file.
     """
-    own = draft_model_source(config)
-    if own is None:
+    draft_settings = draft_model_source(config)
+    if draft_settings is None:
         return None
     with _naming_draft():
-        return model_config(own)
+        return model_config(draft_settings)
 
 
 @contextmanager
@@ -141,9 +141,9 @@ class Drafting:
         with _naming_draft():
             model.check_tp_size(tp_size)
             check_head_dim(model, choices.device)
-            checkpoint, own = open_model(settings, model)
+            checkpoint, draft_tokenizer = open_model(settings, model)
         if settings.random_weights is None:
-            _check_tokenizers(config.draft, tokenizer, own)
+            _check_tokenizers(config.draft, tokenizer, draft_tokenizer)
         return cls(
             config,
             target,
@@ -201,7 +201,7 @@ class Drafting:
 
         It is captured where a fused step exists and one launch serves all rows, otherwise eager.
         """
-        own = self._draft_cache(cache, transport)
+        draft_cache = self._draft_cache(cache, transport)
         self.most_tokens = math.inf
         self._round_costs.clear()
         if self.model_config is not None and cache.max_context > self.model_config.longest_context:
@@ -216,7 +216,7 @@ class Drafting:
         if self.choices.has_fused_step and self.num_rows <= most_rows(cache.batch_size, self.target, tp_size):
             return build_captured_rounds(
                 model, cache, transport, peer_memory, self.choices.uses_graph, operation, self.config, policy,
-                self._captured_round_cost, self.model, own,
+                self._captured_round_cost, self.model, draft_cache,
             )  # fmt: skip
         chunk_size, recalled = self.config.speculation.chunk_size, self._recalled
         copy = self.model if self.copy_config is not None else None
@@ -228,10 +228,10 @@ class Drafting:
             drafter = SelfDrafter(forward, self._draft_cost)
         else:
             assert self.model is not None
-            assert own is not None
-            own_forward = RowForward(self.model, own, transport, chunk_size, operation)
+            assert draft_cache is not None
+            draft_forward = RowForward(self.model, draft_cache, transport, chunk_size, operation)
             drafter = ModelDrafter(
-                own_forward, self.target.vocab_size, self._draft_cost, operation, self.model.config.short_context
+                draft_forward, self.target.vocab_size, self._draft_cost, operation, self.model.config.short_context
             )
         return RoundStep(forward, drafter, self.config.draft_tokens, policy)
 
@@ -260,13 +260,13 @@ class Drafting:
         if self.config.draft == "self":
             speculation = self.config.speculation
             longest = first_lossy_length(speculation.chunk_size, speculation.recalled)
-            own = self.copy_config or self.target
-            draft_us = self._step_us(own, [min(n, longest) for n in seq_lens])
+            draft_model = self.copy_config or self.target
+            draft_us = self._step_us(draft_model, [min(n, longest) for n in seq_lens])
         else:
             assert self.model_config is not None
-            own, placement = self.model_config, self.choices.placement
-            draft_us = step_us(own, placement.tp_size, self.choices.dtype, seq_lens, "bf16", 0)
-        return (draft_us + own.num_layers * DRAFT_LAYER_US) / self._step_us(self.target, seq_lens)
+            draft_model, placement = self.model_config, self.choices.placement
+            draft_us = step_us(draft_model, placement.tp_size, self.choices.dtype, seq_lens, "bf16", 0)
+        return (draft_us + draft_model.num_layers * DRAFT_LAYER_US) / self._step_us(self.target, seq_lens)
 
     def _step_us(self, model: LlamaConfig, seq_lens: list[int]) -> float:
         """Predicted time of a step over a cache as the model's."""
@@ -331,24 +331,26 @@ def check_draft_tokenizer(config: EngineConfig, target: LlamaConfig, model: Llam
     if settings is None or model is None or not all(map(_has_own_tokenizer, (config, settings))):
         return
     with _naming_draft():
-        own = open_tokenizer(settings, model)
-    _check_tokenizers(config.draft, open_tokenizer(config, target), own)
+        draft_tokenizer = open_tokenizer(settings, model)
+    _check_tokenizers(config.draft, open_tokenizer(config, target), draft_tokenizer)
 
 
 def _has_own_tokenizer(config: EngineConfig) -> bool:
     return config.random_weights is None and has_tokenizer(config)
 
 
-def _check_tokenizers(draft: str, target: Tokenizer | None, own: Tokenizer | None) -> None:
+def _check_tokenizers(draft: str, target: Tokenizer | None, draft_tokenizer: Tokenizer | None) -> None:
     """Check that the same ids are the same tokens.
 
     Raises:
         UserError: names the first token that differs.
     """
-    if target is None or own is None:
+    if target is None or draft_tokenizer is None:
         which = "the model" if target is None else draft
         raise UserError(f"draft: {which} has no tokenizer to compare; use --draft self or ngram")
-    expected, found = ({id_: token for token, id_ in each.core.get_vocab().items()} for each in (target, own))
+    expected, found = (
+        {id_: token for token, id_ in each.core.get_vocab().items()} for each in (target, draft_tokenizer)
+    )
     for id_ in sorted(expected.keys() | found.keys()):
         if expected.get(id_) != found.get(id_):
             token, other = ("no token" if each is None else show(each) for each in (expected.get(id_), found.get(id_)))

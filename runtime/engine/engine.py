@@ -1,4 +1,13 @@
-"""The engine: from a model folder to a stream of tokens, the same program on every rank."""
+"""The engine: from a model folder to a stream of tokens, the same program on every rank.
+
+One request, call by call:
+
+    launch/generate.py               Engine(config); engine.load; engine.stream
+    runtime/engine/resources.py      load: weights, cache, and the step that composition.py builds
+    here                             stream -> _begin, then _generate: _prepare, _prefill, and _run_step for each token
+    runtime/decode/captured_step.py  prepare: compile, trial steps, capture; step: replay the graph, read its token
+    runtime/decode/decoder.py        embed, run_layers, logits: the launches that the graph holds
+"""
 
 from __future__ import annotations
 

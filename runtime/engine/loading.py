@@ -104,10 +104,10 @@ def read_weights(
     checkpoint: Checkpoint | None, model: LlamaConfig, placement: Placement, dtype: torch.dtype, device: torch.device
 ) -> LlamaWeights:
     """Read this rank's shard onto its device; random numbers without a checkpoint."""
-    turned = rotation(model.head_dim, device) if model.rotates_values else None
+    value_rotation = rotation(model.head_dim, device) if model.rotates_values else None
     if checkpoint is None:
-        return random_weights(model, placement.shard, dtype, device, turned)
-    return load_weights(checkpoint, model, placement.shard, dtype, device, turned)
+        return random_weights(model, placement.shard, dtype, device, value_rotation)
+    return load_weights(checkpoint, model, placement.shard, dtype, device, value_rotation)
 
 
 def warm_up_prompts(model: Llama, cache: Cache, transport: Transport, operation: OperationHook) -> None:

@@ -175,7 +175,7 @@ class Resources:
             self._load(batch_size, max_context)
 
     def _load(self, batch_size: int, max_context: int) -> None:
-        self._active_generation = 0
+        self._active_generation = 0  # a generation that is running ends: its cache goes away
         config, placement = self.model_config, self.placement
         held = self._weights_bytes + (self.cache.num_bytes if "cache" in vars(self) else 0)
         if self.memory is not None:  # a draft model's cache, too
@@ -192,14 +192,7 @@ class Resources:
             with_append_rows(None if drafts is None else drafts.size, self._for_turns and self.device.type == "cuda"),
             composition.keeps_context(self.config, self.mode, self._for_turns),
         )  # fmt: skip
-        if "cache" in vars(self):
-            # Free the graph, then the cache that it refers to, before the new cache is allocated.
-            self._release()
-            self.memory = None
-            for name in ("cache", "_kept"):  # a load that failed may lack the second
-                vars(self).pop(name, None)
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()
+        self._free_cache()
         if not self._weights_bytes:
             with self.heartbeat.waiting("load"):
                 self._load_model()
@@ -211,22 +204,12 @@ class Resources:
             self._choices, self.config, config, batch_size, max_context, self._for_turns
         )
         self.notices += composition.eager_notices(self._choices, batch_size, self.config, config, self.notices)
-        parts = self.model, self.cache, self.connected()
-        if self._drafting is not None:
-            self.decode_step = self._drafting.build_step(*parts, self._peer_memory, self._step_operation)
-            self.notices += [each for each in self._drafting.notices(max_context) if each not in self.notices]
-        else:
-            policy = composition.choose_pair_policy(self._choices, self.config, config, self.connected(), batch_size)
-            if self._choices.mode != "off" and policy is None and self.config.speculation.always:
-                notice = "--pair-always without effect: only a pair over a link, in captured steps, pauses"
-                self.notices += [] if notice in self.notices else [notice]
-            self.decode_step = composition.build_decode_step(
-                self._choices, self.config.speculation, *parts, self._peer_memory, self._step_operation, policy
-            )
+        self.decode_step = self._build_step(max_context)
         if self._for_turns:
             self._append = build_row_append(
-                self._choices, *parts, self._peer_memory, self.decode_step, self._step_operation
-            )
+                self._choices, self.model, self.cache, self.connected(), self._peer_memory, self.decode_step,
+                self._step_operation,
+            )  # fmt: skip
         is_lossless = self.mode == "off" or self.config.speculation.threshold == 0.0
         max_appended = 0 if self._append is None else self._append.max_tokens
         self._kept = KeptPrefix(self.cache, is_lossless, max_appended, config.frequency_length)
@@ -237,6 +220,35 @@ class Resources:
             warm_up_prompts(self.model, self.cache, self.connected(), self._operation)
             self._is_warm = True
 
+    def _free_cache(self) -> None:
+        """Free the graph, then the cache that it refers to."""
+        if "cache" not in vars(self):
+            return
+        self._release()
+        self.memory = None
+        for name in ("cache", "_kept"):  # a load that failed may lack the second
+            vars(self).pop(name, None)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _build_step(self, max_context: int) -> DecodeStep:
+        """The decode step over the cache, or its rounds with drafts; notes what a user may not expect."""
+        parts, notices = (self.model, self.cache, self.connected()), []
+        if self._drafting is not None:
+            step = self._drafting.build_step(*parts, self._peer_memory, self._step_operation)
+            notices = self._drafting.notices(max_context)
+        else:
+            policy = composition.choose_pair_policy(
+                self._choices, self.config, self.model_config, self.connected(), self.cache.batch_size
+            )
+            if self._choices.mode != "off" and policy is None and self.config.speculation.always:
+                notices = ["--pair-always without effect: only a pair over a link, in captured steps, pauses"]
+            step = composition.build_decode_step(
+                self._choices, self.config.speculation, *parts, self._peer_memory, self._step_operation, policy
+            )
+        self.notices += [each for each in notices if each not in self.notices]
+        return step
+
     def _release(self) -> None:
         for captured in (self.decode_step, self._append):
             if captured is not None:
@@ -244,9 +256,10 @@ class Resources:
         self.decode_step = self._append = None
 
     def _catch_up_with_ranks(self, exchange: Callable[[str], list[str]]) -> None:
-        """Launch the steps that other ranks have launched ahead, before anything waits for the device.
+        """Bring this rank level with the others after an interrupt, before anything waits for the device.
 
-        Ranks that were interrupted at different places also agree on how often they have begun something.
+        It launches the steps that they have launched ahead, and takes over the largest counts of generations and of
+        attempts.
 
         Args:
             exchange: every rank's text, given this rank's.

@@ -9,9 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from alspec.config import EngineConfig
-from alspec.kernels.attention.decode.lean_decode import MAX_COLUMNS
 from alspec.kernels.comm.exchange import Exchange, LogitExchange
-from alspec.kernels.common.limits import MAX_FUSED_ROWS
+from alspec.kernels.common.limits import MAX_COLUMNS, MAX_FUSED_ROWS
 from alspec.kernels.rounds.round_state import RoundRowBuffers, RoundState
 from alspec.models.llama import Llama
 from alspec.runtime.cache.codecs import Cache
@@ -148,14 +147,17 @@ def build_captured_rounds(
         assert draft_model is not None
         assert draft_cache is not None
         shared = factory.shared
-        drafting = _DecoderFactory(draft_model, draft_cache, transport, peer_memory, vocab_size, shared, fault_base)
+        draft_factory = _DecoderFactory(
+            draft_model, draft_cache, transport, peer_memory, vocab_size, shared, fault_base
+        )
         two_rows = RoundRowBuffers.allocate(batch_size, 2, device)
-        first_step = RowDecoder(**drafting.decoder_arguments(2 * batch_size, two_rows), round_rows=two_rows)
-        drafter = CapturedModelDrafter(first_step, Decoder(**drafting.decoder_arguments(batch_size)))
+        first_step = RowDecoder(**draft_factory.decoder_arguments(2 * batch_size, two_rows), round_rows=two_rows)
+        drafter = CapturedModelDrafter(first_step, Decoder(**draft_factory.decoder_arguments(batch_size)))
         short_context = draft_model.config.short_context
         if short_context is not None:
             short_context += 1  # its first step computes the token before the newest one again
         forward = RowForward(draft_model, draft_cache, transport, chunk_size, operation)
+        # Only its `catch_up` is used, so it has no cost.
         catch_up = _catch_up(ModelDrafter(forward, vocab_size, lambda _: 0.0, operation, short_context), forward)
     state = RoundState.allocate(batch_size, cache.max_context, config.draft_tokens, device)
     return CapturedRoundStep(

@@ -15,7 +15,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from alspec.config import QUANTISED_CODECS, Sketch, ValueQuantiser
+from alspec.config import EvaluatedCodec, Sketch, ValueQuantiser
 from alspec.kernels.attention.torch_attention import SCORES_AT_ONCE, prefill_attention, window_prefill_attention
 from alspec.kernels.kv_codec.flashq.quantize import (
     MIN_SCALE,
@@ -50,7 +50,7 @@ __all__ = [
     "prompt_attention",
 ]
 
-CODECS = ("bf16", "int8", *QUANTISED_CODECS)
+CODECS: tuple[str, ...] = get_args(EvaluatedCodec)
 SOFTMAXES: tuple[str, ...] = get_args(Softmax)
 
 

@@ -33,9 +33,9 @@ __all__ = [
 ]
 
 # Measured constants of captured steps: one request on H200s over peer memory (NVLink). Other transports and eager steps
-# take longer. Each constant names its source: rows in docs/results, by bench. tests/launch/test_plan.py compares every
-# predicted step with its row. Unless a comment says otherwise, decode_parts means one run: llama-3.1-8b, 131072 tokens,
-# 1 + 1 GPUs, half of the layers accept A~.
+# take longer. Each constant names its source: rows in docs/results, by file or bench. tests/launch/test_plan.py
+# compares every predicted step with its row. Unless a comment says otherwise, decode_parts means one run: llama-3.1-8b,
+# 131072 tokens, 1 + 1 GPUs, half of the layers accept A~.
 STREAM_BYTES_PER_S = 4.26e12  # decode_step: stream_tb_s, 4.22 to 4.28
 # Attention reads the cache faster than a copy moves bytes, because it writes nothing back. Two kinds of rows agree:
 # "reading alone" (decode_attention, 32/8 heads of 128, 131072 tokens) and attention in decode_parts minus ATTENTION_US.

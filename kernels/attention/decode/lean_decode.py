@@ -40,10 +40,10 @@ from alspec.kernels.attention.decode.mainloop_sm80 import lean_combine_kernel, l
 from alspec.kernels.attention.decode.mainloop_sm90 import lean_sm90_kernel
 from alspec.kernels.attention.decode.tile_schedule import ALL, PREDICTOR, REST, extra_window_tiles, spec_block_n
 from alspec.kernels.common.jit_launch import is_hopper, jit_launch, num_sms, set_l1_carveout
+from alspec.kernels.common.limits import MAX_COLUMNS
 from alspec.predictor import MAX_RECALL_BLOCKS
 
 __all__ = [
-    "MAX_COLUMNS",
     "MAX_RECALL_PARTS",
     "PHASES",
     "LeanWorkspace",
@@ -69,7 +69,6 @@ TILE_BYTES = 32768  # bytes of K, and of V, in one tile
 # {block_n: tiles}: with more tiles than this in an average run, tiles are twice as long. Runs differ by one tile, which
 # matters little if they are long.
 LONG_RUN = {64: 3, 128: 16}
-MAX_COLUMNS = 64  # rows times query heads of a KV head: one product
 MAX_SPEC_PARTS = 5  # parts of `A~` over sink and window of an output
 MAX_RECALL_PARTS = 8  # parts over its recalled blocks, of at most 32 blocks each
 NUM_WARPS = 4  # one warp group: a product of at least 64 rows is then a Hopper matrix instruction

@@ -51,11 +51,11 @@ from alspec.kernels.attention.decode_quantised.quantised_mainloop import (
     quantised_decode_kernel,
 )
 from alspec.kernels.common.jit_launch import jit_launch, raise_smem_limit, set_l1_carveout
+from alspec.kernels.common.limits import MAX_HEADS_PER_KV
 from alspec.kernels.kv_codec.quantised_layer import BLOCK, HEAD_DIMS, QuantisedLayer
 from alspec.sas import Softmax
 
 __all__ = [
-    "MAX_HEADS_PER_KV",
     "QuantisedSettings",
     "programs_of_rows",
     "quantised_decode_attention",
@@ -67,7 +67,6 @@ __all__ = [
 
 # Registers of a thread, for two programs on an SM. Without this limit ptxas takes only 168 and spills.
 REGISTERS = 248
-MAX_HEADS_PER_KV = 8  # query heads of a KV head: the columns of one MMA
 MAX_PARTS = 2  # parts of A~ over sink and window: the tail and the blocks
 
 

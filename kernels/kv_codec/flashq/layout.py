@@ -53,7 +53,7 @@ class BlockCodes(NamedTuple):
     """Stage-2 codes of blocks of K or V: `X / s = codes * s_int + z`."""
 
     codes: Tensor  # [..., 64, D] integers in [0, 2^b)
-    s_int: Tensor  # [..., D] integers in [1, 16] for 4 bits, [1, 80] for 2 bits
+    s_int: Tensor  # [..., D] integers in [1, 16] for 4 bits, [1, 34] for 3, [1, 80] for 2
     z: Tensor  # [..., D] integers in [-128, 127]
 
 

@@ -73,7 +73,7 @@ def quantize_int8(x: Tensor, block: int = BLOCK) -> tuple[Tensor, Tensor]:
 
 
 def compress(q1: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Stage 2: quantise the INT8 codes of full blocks to 4 or 2 bits per channel.
+    """Stage 2: quantise the INT8 codes of full blocks to 4, 3 or 2 bits per channel.
 
     Args:
         q1: [.., T, D] int8 in [-119, 119].  bits: 4, 3 or 2.
@@ -112,7 +112,7 @@ def fake_quantize(x: Tensor, bits: int, block: int = BLOCK) -> Tensor:
 
     Args:
         x: [.., n, D] any float dtype.
-        bits: 4 or 2 for both stages, 8 for stage 1 only.
+        bits: 4, 3 or 2 for both stages, 8 for stage 1 only.
         block: tokens per block; a cache uses 64.
     Returns:
         [.., n, D] in x's dtype.

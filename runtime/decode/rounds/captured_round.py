@@ -167,12 +167,15 @@ class CapturedRoundStep:
         args = self._batch_size, self._config.vocab_size, self._device
         step_rows = 0 if self._drafting.drafter is None else self._drafting.drafter.step_rows
         drafts = kinds._replace(logprobs=False)
-        self._plain.choice, drafting = CapturedChoice(kinds, *args), CapturedChoice(kinds, *args, self._num_drafts + 1)
-        self._drafting.choice = drafting
+        self._plain.choice, drafting_choice = (
+            CapturedChoice(kinds, *args),
+            CapturedChoice(kinds, *args, self._num_drafts + 1),
+        )
+        self._drafting.choice = drafting_choice
         self._choices = [CapturedChoice(drafts, *args, rows) for rows in range(1, step_rows + 1)]
-        for choice in (drafting, *self._choices):
+        for choice in (drafting_choice, *self._choices):
             choice.share_seen(self._plain.choice)
-        return [self._plain.choice, drafting, *self._choices]
+        return [self._plain.choice, drafting_choice, *self._choices]
 
     def _capture(self, kind: RoundKind, kept: Sequence[int]) -> int:
         """Compile the kernels of a round, run it twice, then capture it if graphs are used; returns the fault word."""

@@ -103,7 +103,7 @@ class ModelDrafter:
         self._add_missing(history)
 
     def cost(self, seq_lens: list[int]) -> float:
-        """Bytes of a step relative to those of the model that verifies. See `Drafter.cost`."""
+        """Predicted time of a step of this model, relative to a plain step. See `Drafter.cost`."""
         return self._cost(seq_lens)
 
     def _common(self, history: TokenHistory) -> Tensor:
