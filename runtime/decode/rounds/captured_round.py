@@ -167,11 +167,8 @@ class CapturedRoundStep:
         args = self._batch_size, self._config.vocab_size, self._device
         step_rows = 0 if self._drafting.drafter is None else self._drafting.drafter.step_rows
         drafts = kinds._replace(logprobs=False)
-        self._plain.choice, drafting_choice = (
-            CapturedChoice(kinds, *args),
-            CapturedChoice(kinds, *args, self._num_drafts + 1),
-        )
-        self._drafting.choice = drafting_choice
+        self._plain.choice = CapturedChoice(kinds, *args)
+        self._drafting.choice = drafting_choice = CapturedChoice(kinds, *args, self._num_drafts + 1)
         self._choices = [CapturedChoice(drafts, *args, rows) for rows in range(1, step_rows + 1)]
         for choice in (drafting_choice, *self._choices):
             choice.share_seen(self._plain.choice)
