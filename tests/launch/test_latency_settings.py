@@ -141,6 +141,7 @@ def engine_of(mode: str, transport_name: str, is_linked: bool = False) -> Any:
         uses_graph=True,
         dtype_name="bf16",
         device=torch.device("cpu"),
+        decode_step=None,
     )
 
 
