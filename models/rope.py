@@ -20,7 +20,7 @@ ROPE_NAMES = ("rope_scaling", "rope_parameters")
 # Kinds of scaling: what config.json must give, and what it may give.
 _NEEDED: dict[str, tuple[str, ...]] = {
     "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "dynamic": ("factor",),
     "yarn": ("factor",),
     "longrope": ("short_factor", "long_factor"),
@@ -196,7 +196,7 @@ def _read_scaling(config: ConfigFile, where: str, settings: dict[str, Any], rota
             if not isinstance(factors, list) or len(factors) != rotary_dim // 2:
                 raise config.error(f"{where}.{name}", f"a list of {rotary_dim // 2} numbers", factors, "correct it")
             values[name] = tuple(float(x) if type(x) is int else x for x in factors)
-    if kind != "linear" and "original_max_position_embeddings" not in values:
+    if kind != "linear":
         values["original_max_position_embeddings"] = _original_positions(config, kind, settings)
     try:
         scaling = RopeScaling.model_validate(values)

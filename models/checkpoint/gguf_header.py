@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import os
 import re
 import struct
 from dataclasses import dataclass
@@ -59,7 +60,7 @@ class GgufModel:
 
 def is_gguf(path: Path) -> bool:
     """Whether a model's path names a GGUF file: by its ending, whether or not it exists, or by its first bytes."""
-    if path.is_dir():
+    if os.path.isdir(path):  # unlike `Path.is_dir`, no error for a name that is too long
         return False
     try:
         with path.open("rb") as file:

@@ -11,7 +11,7 @@ from typing import Any
 
 from alspec.models.families.config_file import ConfigFile
 
-__all__ = ["Family", "window_options"]
+__all__ = ["Family", "window_options", "windows_by_layer"]
 
 
 def _no_options(config: ConfigFile) -> dict[str, Any]:
@@ -39,11 +39,16 @@ def window_options(config: ConfigFile) -> dict[str, Any]:
     window = config.whole("sliding_window", None)
     if not config.flag("use_sliding_window") or window is None:
         return {}
-    kinds = config.get("layer_types")
-    if kinds is None:
+    if config.get("layer_types") is None:
         first, layers = config.whole("max_window_layers", None), config.whole("num_hidden_layers", None)
         is_number = type(first) is int and type(layers) is int
         return {"sliding_window": window, "full_layers": tuple(range(min(first, layers)) if is_number else ())}
+    return windows_by_layer(config, window)
+
+
+def windows_by_layer(config: ConfigFile, window: Any) -> dict[str, Any]:
+    """Options of a sliding window in the layers that `layer_types` names."""
+    kinds = config.get("layer_types")
     known = {"full_attention", "sliding_attention"}
     if not isinstance(kinds, list) or not known.issuperset(kind for kind in kinds if isinstance(kind, str)):
         raise config.error("layer_types", "full_attention or sliding_attention of each layer", kinds, "correct it")

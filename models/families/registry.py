@@ -9,14 +9,14 @@ from alspec.models.checkpoint.files import is_there, read_json
 from alspec.models.families.config_file import ConfigFile
 from alspec.models.families.family import Family
 from alspec.models.families.llama_family import LLAMA
-from alspec.models.families.mistral import MISTRAL
+from alspec.models.families.mistral import MINISTRAL, MISTRAL
 from alspec.models.families.phi3 import PHI3
 from alspec.models.families.qwen2 import QWEN2
 from alspec.models.families.qwen3 import QWEN3
 
 __all__ = ["FAMILIES", "family_of", "gguf_family_of", "notice_of_unused"]
 
-FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3)
+FAMILIES = (LLAMA, MISTRAL, MINISTRAL, QWEN2, QWEN3, PHI3)
 _NAMES = ", ".join(family.name for family in FAMILIES)
 
 

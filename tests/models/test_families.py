@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from family_models import CASES, greedy, save_family
 from model_runner import Runner, ThreadTransport, close, load_runner, on_ranks
 from torch import Tensor
@@ -37,6 +39,18 @@ def test_logits_and_tokens_are_those_of_transformers(case: str, tmp_path: Path) 
     runner = load_runner(tmp_path)
     ids = prompt(61)
     close(runner.prefill(ids, chunk_tokens=17), reference(torch.tensor([ids])).logits[0, -1])
+    assert own_greedy(load_runner(tmp_path), ids, 20) == greedy(reference, ids, 20)
+
+
+@torch.no_grad()
+def test_a_mistral_with_windows_in_some_layers(tmp_path: Path) -> None:
+    """As Ministral-8B-Instruct-2410 names itself; transformers' Auto classes take it for a Ministral."""
+    save_family(tmp_path, "ministral")
+    path = tmp_path / "config.json"
+    named = {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
+    path.write_text(json.dumps(json.loads(path.read_text()) | named))
+    reference, ids = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32), prompt(61)
+    close(load_runner(tmp_path).prefill(ids, chunk_tokens=17), reference(torch.tensor([ids])).logits[0, -1])
     assert own_greedy(load_runner(tmp_path), ids, 20) == greedy(reference, ids, 20)
 
 

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from alspec.config import EngineConfig
 from alspec.errors import UserError
 from alspec.models.checkpoint.checkpoint import expected_tensors
-from alspec.models.checkpoint.source import model_name
+from alspec.models.checkpoint.source import model_config, model_name
 from alspec.models.demo import DEMO_CHECKPOINT
 from alspec.models.llama_config import RANDOM_SHAPES, LlamaConfig, RopeScaling, rope_inv_freq
 
@@ -269,6 +269,8 @@ def test_a_name_on_a_hub_is_not_a_folder(name: str, tmp_path: Path, monkeypatch:
         with pytest.raises(UserError, match="expected a model folder, found") as caught:
             LlamaConfig.from_folder(Path(other))
         assert "downloaded" not in str(caught.value)
+    with pytest.raises(UserError, match="expected a model folder, found nothing"):
+        model_config(EngineConfig(model="a" * 5000))
 
 
 @pytest.mark.parametrize(
@@ -277,7 +279,10 @@ def test_a_name_on_a_hub_is_not_a_folder(name: str, tmp_path: Path, monkeypatch:
         ({"architectures": ["MistralForCausalLM"]}, ["architectures", "LlamaForCausalLM", "MistralForCausalLM"]),
         ({"architectures": "LlamaForCausalLM"}, ["architectures"]),
         ({"model_type": "qwen2"}, ["architectures: expected Qwen2ForCausalLM (model_type is 'qwen2')", "LlamaFor"]),
-        ({"model_type": "gemma"}, ["model_type: expected 'llama', 'mistral', 'qwen2', 'qwen3', 'phi3'", "'gemma'"]),
+        (
+            {"model_type": "gemma"},
+            ["model_type: expected 'llama', 'mistral', 'ministral', 'qwen2', 'qwen3', 'phi3'", "'gemma'"],
+        ),
         (
             {"model_type": None, "architectures": ["GemmaForCausalLM"]},
             ["architectures", "LlamaForCausalLM, MistralForCausalLM", "found ['GemmaForCausalLM']", "Qwen3, Phi-3"],
@@ -460,6 +465,7 @@ LINEAR = {"rope_type": "linear", "factor": 3.0}
         {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}, "rope_theta": 1e6},
         {"rope_scaling": {**YARN, "factor": 1.0}},
         {"rope_scaling": YARN, "original_max_position_embeddings": 512},
+        {"rope_scaling": {"rope_type": "llama3", **LLAMA_3_SCALING}, "original_max_position_embeddings": 512},
         {"rope_parameters": {**YARN, "rope_theta": 5e5, "mscale": 1.0, "mscale_all_dim": 0.5, "beta_fast": 16}},
         {"rope_parameters": {**YARN, "rope_theta": 5e5, "attention_factor": 1.5, "truncate": False, "beta_slow": 2.0}},
         {"rope_scaling": {"type": "dynamic", "factor": 2.0}},

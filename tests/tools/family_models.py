@@ -31,6 +31,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
     "mistral": ("Mistral", {"head_dim": 20, "sliding_window": None}),
     "mistral-window": ("Mistral", {"sliding_window": 20}),
+    "ministral": (
+        "Ministral",
+        {
+            "head_dim": 20,
+            "sliding_window": 9,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        },
+    ),
     "qwen2-window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 33, "max_window_layers": 1}),
     "qwen3-window": (
         "Qwen3",
