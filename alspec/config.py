@@ -195,7 +195,9 @@ class EngineConfig(Schema):
         ge=1,
         description="tokens that the cache can hold, such as 4096 or 128k; default: as many as needed; chat: as fit",
     )
-    verify_checksums: bool = Field(default=False, description="first compare the model folder with its SHA256SUMS")
+    verify_checksums: bool = Field(
+        default=False, description="before weights are read, compare the model folder with its SHA256SUMS"
+    )
 
     @property
     def tokens_of_step(self) -> int:

@@ -94,6 +94,13 @@ def _thousands(value: Any) -> Any:
     return int(value[:-1]) * 1024 if is_short and value[-1] in "kK" else value
 
 
+def _context(value: Any) -> Any:
+    count = _thousands(value)
+    if isinstance(count, str) and not count.strip().lstrip("+-").isdecimal():
+        raise ValueError("expected a number of tokens such as 4096 or 128k")
+    return count
+
+
 def _tokens(value: Any) -> int:
     """Parse a number of tokens such as 4096 or 4k; k is 1024."""
     count = _thousands(str(value))
@@ -191,7 +198,7 @@ ChunkSize = Annotated[int, BeforeValidator(_one_of_chunk_sizes)]
 ModelPath = Annotated[FilePath, BeforeValidator(_not_empty)]
 MeasuredMode = Annotated[Literal["off", "paired"], BeforeValidator(_measured_mode)]
 ShortDType = Annotated[DType, BeforeValidator(_dtype)]
-Context = Annotated[Int, BeforeValidator(_thousands)]
+Context = Annotated[Int, BeforeValidator(_context)]
 StopTexts = Annotated[tuple[Annotated[str, StringConstraints(min_length=1)], ...], BeforeValidator(_texts)]
 TokenIds = Annotated[tuple[AnyInt, ...], BeforeValidator(_ids)]
 TokenBiases = Annotated[dict[int, float], BeforeValidator(_biases)]

@@ -30,7 +30,7 @@ from alspec.launch.terminal.flags import (
     parse_command,
     speculation_without_effect,
 )
-from alspec.launch.terminal.output import exit_code
+from alspec.launch.terminal.output import exit_code, has_reader
 from alspec.launch.terminal.user_input import UserInput
 from alspec.models.checkpoint.source import model_name
 from alspec.models.tokenizer.tokenizer import Tokenizer
@@ -119,7 +119,7 @@ class _Chat:
         """Answer the user's lines until the user leaves."""
         if self._user.is_terminal:
             print(f"{model_name(self._engine.config)}: /help lists commands", file=sys.stderr)
-        while True:
+        while has_reader():
             try:
                 line = self._user.read()
                 if line is None:
@@ -140,7 +140,9 @@ class _Chat:
         ids = self._tokenizer.encode_chat(self._conversation.with_user(text), limit)
         room = limit - len(ids)
         if room < 1:
-            advice = "/reset begins a new one" if self._conversation.has_turns else "shorten it or raise --max-context"
+            can_grow = limit < engine.model_config.longest_context
+            advice = "shorten it or raise --max-context" if can_grow else "shorten it"
+            advice = "/reset begins a new one" if self._conversation.has_turns else advice
             raise UserError(
                 f"the conversation has {len(ids)} tokens with this message, and {limit} is the most; {advice}"
             )

@@ -32,6 +32,7 @@ from alspec.launch.evaluation.evaluate_tasks import (
     record_needle_tasks,
     records_task,
     text_task,
+    too_short,
 )
 from alspec.launch.plots.plot_quality import draw, threshold_name
 from alspec.launch.terminal.display import StatusLine, why_no_hit_rate
@@ -215,7 +216,7 @@ def _tasks(engine: Engine, config: EvaluateConfig, contexts: list[int], text: st
     count = max(config.windows, config.answers)
     ids = tokenizer.encode(text, add_bos=False) if count else []
     if len(ids) < count * longest:
-        raise UserError(f"flags: --text: {count} windows of {longest} tokens needed, {config.text} has {len(ids)}")
+        raise UserError(too_short(config, count, longest, len(ids)))
     if config.windows:
         needed = config.windows * longest
         begin = tokenizer.encode("")  # each window begins like a prompt

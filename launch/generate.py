@@ -18,7 +18,7 @@ from alspec.config import PROMPTS, GenerateConfig, SamplingConfig
 from alspec.errors import UserError
 from alspec.launch.terminal.display import Printer, StatusLine, color_without_effect, print_panel, shows_color, use_utf8
 from alspec.launch.terminal.flags import Parser, cuts_without_effect, notify, parse_command, speculation_without_effect
-from alspec.launch.terminal.output import Finished, exit_code, is_dash, write_text
+from alspec.launch.terminal.output import Finished, exit_code, has_reader, is_dash, write_text
 from alspec.launch.terminal.plan import PlanSettings, add_plan_flags, plan_settings, print_plan
 from alspec.launch.terminal.prompts import GivenPrompts, read_prompts
 from alspec.models.checkpoint.source import notice_of_random_weights
@@ -57,10 +57,13 @@ def main(argv: list[str] | None = None) -> int:
             if printer is not None:
                 engine.heartbeat.end_output = printer.end_line
             progress = status.show_prompt_progress(sum(map(len, prompts.ids)))
+            is_printed_only = config.json_file is None and config.trace is None and engine.placement.world_size == 1
             for token in engine.stream(prompts.ids, config, progress=progress):
                 status.clear()
                 if printer is not None:
                     printer.show(token)
+                if is_printed_only and not has_reader():
+                    break
             if printer is not None:
                 printer.close()
             _finish(config, engine, prompts.extras)

@@ -15,7 +15,7 @@ from rich.table import Table
 from alspec.config import EvaluateConfig, SamplingConfig
 from alspec.errors import UserError
 from alspec.field_types import DRAFT_MODEL
-from alspec.launch.evaluation.evaluate_tasks import read_text
+from alspec.launch.evaluation.evaluate_tasks import read_text, too_short
 from alspec.launch.terminal.display import StatusLine
 from alspec.launch.terminal.flags import check_positions, check_writable, notify
 from alspec.launch.terminal.output import append_rows, result_console
@@ -102,9 +102,7 @@ def _prompts(config: EvaluateConfig, engine: Engine, contexts: list[int], text: 
     begin, ids = tokenizer.encode(""), tokenizer.encode(text, add_bos=False)
     longest = contexts[-1]
     if len(ids) < config.windows * longest:
-        raise UserError(
-            f"flags: --text: {config.windows} windows of {longest} tokens needed, {config.text} has {len(ids)}"
-        )
+        raise UserError(too_short(config, config.windows, longest, len(ids)))
     stride = len(ids) // config.windows
     starts = [window * stride for window in range(config.windows)]
     return {

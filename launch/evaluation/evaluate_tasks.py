@@ -16,7 +16,7 @@ from typing import TypeGuard
 import tokenizers
 import torch
 
-from alspec.config import SamplingConfig
+from alspec.config import EvaluateConfig, SamplingConfig
 from alspec.errors import UserError, show
 from alspec.models.checkpoint.files import parse_json
 from alspec.models.demo.demo_tokenizer import SPECIAL_TOKENS
@@ -39,6 +39,7 @@ __all__ = [
     "record_needle_tasks",
     "records_task",
     "text_task",
+    "too_short",
 ]
 
 
@@ -88,6 +89,14 @@ class RecordCase:
         others = [pair for pair in self.pairs if pair[0] != self.key][: num_pairs - 1]
         place = round(depth * len(others))
         return [*others[:place], (self.key, self.value), *others[place:]]
+
+
+def too_short(config: EvaluateConfig, count: int, longest: int, found: int) -> str:
+    """The error of a text that does not have `count` windows of `longest` tokens."""
+    return (
+        f"flags: --text: {count} windows of {longest} tokens needed, {config.text} has {found} tokens; give a longer "
+        "text, or lower --windows, --answers or --contexts"
+    )
 
 
 def read_text(path: Path) -> str:

@@ -28,6 +28,7 @@ __all__ = [
     "append_rows",
     "exit_code",
     "exit_on_interrupt",
+    "has_reader",
     "is_special",
     "is_dash",
     "result_console",
@@ -55,6 +56,11 @@ class _Stream:
     def flush(self) -> None:
         self._try(self._stream.flush)
 
+    @property
+    def has_reader(self) -> bool:
+        """Whether somebody may read what is written: False once the reader has closed the pipe."""
+        return not self._is_lost or self.error is not None
+
     def check(self) -> None:
         """Flush.
 
@@ -76,6 +82,11 @@ class _Stream:
             # The interpreter flushes the rest of the buffer at its end: send that to /dev/null.
             with contextlib.suppress(OSError), open(os.devnull, "wb") as null:
                 os.dup2(null.fileno(), self._stream.fileno())
+
+
+def has_reader() -> bool:
+    """Whether somebody may read standard output: False once the reader of a pipe has gone (`| head`)."""
+    return not isinstance(sys.stdout, _Stream) or sys.stdout.has_reader
 
 
 @contextlib.contextmanager

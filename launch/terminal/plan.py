@@ -123,10 +123,10 @@ def plan_settings(args: argparse.Namespace) -> PlanSettings:
         ("all_reduce_us", "microseconds", 0.0, 1e9),
     ):
         value, flag = getattr(args, name), f"--{name.replace('_', '-')}"
-        if value is not None and not (args.plan and least <= value <= most):
-            raise UserError(
-                f"flags: {flag}: expected a number of {what} from {least:g} to {most:g}, beside --plan, found {value:g}"
-            )
+        if value is not None and not args.plan:
+            raise UserError(f"flags: {flag}: expected beside --plan, found {value:g} without it")
+        if value is not None and not least <= value <= most:
+            raise UserError(f"flags: {flag}: expected a number of {what} from {least:g} to {most:g}, found {value:g}")
     if args.hit_rate is not None and not args.plan:
         raise UserError(f"flags: --hit-rate: expected beside --plan, found {args.hit_rate!r} without it")
     link_us = LINK_US if args.link_us is None else args.link_us

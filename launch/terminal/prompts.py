@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,6 +16,7 @@ from alspec.launch.terminal.flags import check_writable
 from alspec.launch.terminal.output import is_dash
 from alspec.models.checkpoint.files import check_utf8, parse_json
 from alspec.runtime.engine.engine import Engine
+from alspec.runtime.engine.generation import check_ids
 
 __all__ = ["GivenPrompts", "from_first_rank", "read_prompts", "read_text_ids"]
 
@@ -25,8 +26,11 @@ _SYSTEM_ROLES = ("system", "developer")  # OpenAI's name for its newer models
 # Keys of what is written for each request, whatever the flags: results of all runs then have the same keys.
 _WRITTEN = ("request", "answer", "text", "finish_reason", "token_ids", "logprobs", "drafted")
 _EXTRA = "extra"
-# Names that set something in the requests of APIs, also OpenAI's.
-_SETTINGS = {*SamplingConfig.model_fields, "max_tokens", "max_completion_tokens"}
+# Names that set something in the requests of APIs, also OpenAI's and llama.cpp's, or on the command line.
+_SETTINGS = {
+    *SamplingConfig.model_fields, "answers", "chat", "max_completion_tokens", "max_tokens", "repeat_penalty", "system",
+    "top_logprobs",
+}  # fmt: skip
 _EXPECTED = (
     'expected {"prompt": "..."}, {"prompt_ids": [1, 2, 3]} or {"messages": [{"role": "user", "content": "..."}]}'
 )
@@ -129,7 +133,16 @@ def _notices(prompts: list[_Prompt], config: GenerateConfig) -> list[str]:
     text = prompts[0].text if prompts[0].where == "prompt" else None
     if text is not None and is_dash(config.prompt_file) and text.lstrip()[:1] in ("{", "["):
         found.append("--prompt-file: standard input is one text: its first line is no JSON object with a prompt")
-    if settings := sorted(_SETTINGS.intersection(itertools.chain(*(prompt.extra for prompt in prompts)))):
+    elif text is not None and config.prompt is None and _begins_with_request(text):
+        advice = "--prompt-file - reads a request in each line"
+        if config.prompt_file is not None:
+            advice = "a file whose name ends in .jsonl has a request in each line"
+        found.append(f"prompt: JSON, taken as one text; {advice}")
+    given = {name for prompt in prompts for name in prompt.extra}
+    for prompt in prompts:
+        beside = prompt.extra.get(_EXTRA)
+        given |= beside.keys() if isinstance(beside, dict) else set()
+    if settings := sorted(_SETTINGS & given):
         found.append(f"--prompt-file: {', '.join(settings)} in its lines: settings are flags, for all requests")
     return found
 
@@ -210,8 +223,11 @@ def _read_line(line: str, where: str) -> _Prompt:
         raise UserError(f"{where}: {fault}; {_EXPECTED}") from None
     kinds = [kind for kind in _KINDS if kind in value] if isinstance(value, dict) else []
     if len(kinds) != 1 or not _is_prompt(kinds[0], value[kinds[0]]):
-        raise UserError(f"{where}: {_EXPECTED}, found {line.strip()[:60]!r}")
+        raise UserError(f"{where}: {_why_no_request(value, kinds)}{_EXPECTED}, found {line.strip()[:60]!r}")
     content = value.pop(kinds[0])
+    for place, message in enumerate(content if kinds == ["messages"] else ()):
+        if "content" not in message and "tool_calls" not in message:
+            raise UserError(f"{where}: messages[{place}]: content: expected a text, found none")
     if kinds == ["prompt"]:
         check_utf8(content, where)
     tools = value.pop("tools", None) if kinds == ["messages"] else None
@@ -245,15 +261,31 @@ def _is_prompt(kind: str, content: Any) -> bool:
     return _are_dicts(content) and bool(content) and all(isinstance(item.get("role"), str) for item in content)
 
 
+def _why_no_request(value: Any, kinds: list[str]) -> str:
+    """What is wrong with a line that holds no request, as the beginning of an error."""
+    if not isinstance(value, dict):
+        return ""
+    if len(kinds) > 1:
+        return f"{' and '.join(kinds)} exclude each other; "
+    if not kinds:
+        near = next((close[0] for name in value if (close := get_close_matches(str(name), _KINDS, 1))), None)
+        return "" if near is None else f"no prompt, the nearest valid key is {near!r}; "
+    if not value[kinds[0]]:
+        return f"{kinds[0]} is empty; "
+    return f"{kinds[0]} of another kind; "
+
+
 def _are_dicts(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(item, dict) for item in value)
 
 
 def _encode(prompt: _Prompt, config: GenerateConfig, engine: Engine) -> list[int]:
     if prompt.ids is not None:
+        where = "" if prompt.where == "prompt" else f"{prompt.where}: "
         if config.chat:
-            where = "" if prompt.where == "prompt" else f"{prompt.where}: "
             raise UserError(f"{where}chat needs a text prompt: prompt_ids are used as they are")
+        if where:
+            check_ids(prompt.ids, prompt.where, engine.model_config)
         return prompt.ids
     tokenizer = engine.text_tokenizer("use --prompt-ids or prompt_ids in a JSONL file")
     limit = engine.max_total_tokens

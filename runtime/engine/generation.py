@@ -23,6 +23,7 @@ __all__ = [
     "TextDecoder",
     "Token",
     "TokenLogprobs",
+    "check_ids",
     "check_prompts",
     "check_sampling",
     "fit_new_tokens",
@@ -360,12 +361,13 @@ def check_sampling(sampling: SamplingConfig, model: LlamaConfig) -> None:
         UserError: an id that the model does not have, or more log probabilities than tokens.
     """
     for name, ids in (("stop_ids", sampling.stop_ids or ()), ("logit_bias", sampling.logit_bias)):
-        _check_ids(ids, name, model)
+        check_ids(ids, name, model)
     if (sampling.logprobs or 0) > model.vocab_size:
         raise UserError(f"logprobs: expected up to the {model.vocab_size} tokens of the vocabulary")
 
 
-def _check_ids(ids: Iterable[int], where: str, model: LlamaConfig) -> None:
+def check_ids(ids: Iterable[int], where: str, model: LlamaConfig) -> None:
+    """Refuse token ids that the model does not have; `where` is the beginning of the error."""
     wrong = next((token for token in ids if not 0 <= token < model.vocab_size), None)
     if wrong is not None:
         raise UserError(
@@ -392,7 +394,7 @@ def check_prompts(
     for index, ids in enumerate(prompts):
         if not ids:
             raise UserError(f"prompt {index}: expected at least one token, found none")
-        _check_ids(ids, f"prompt {index}", model)
+        check_ids(ids, f"prompt {index}", model)
     needed = max(map(len, prompts)) + max_new_tokens
     limit = max_total_tokens(config, model)
     if needed > limit:

@@ -101,7 +101,7 @@ BAD_VALUES = [
     ("--cuda-graph", "yes", "expected auto, on or off, found"),
     ("--dtype", "int8", "expected bf16, fp16 or fp32, found"),
     ("--max-context", "0", "expected 1 or more, found"),
-    ("--max-context", "8m", "integer"),
+    ("--max-context", "8m", "number of tokens such as 4096 or 128k"),
     ("--max-new-tokens", "0", "expected 1 or more, found"),
     ("--max-new-tokens", "many", "expected an integer, found 'many'"),
     ("--temperature", "-1", "expected 0 or more, found"),
@@ -280,7 +280,7 @@ def test_negative_token_id_in_jsonl(refused: Refused, checkpoint: Path, tmp_path
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt_ids": [1]}\n{"prompt_ids": [2, -1]}\n')
     message = refused("--model", checkpoint, "--prompt-file", path)
-    assert message.startswith("prompt 1: token id -1 is outside the vocabulary of 100")
+    assert message.startswith(f"prompt_file: {path}:2: token id -1 is outside the vocabulary of 100")
 
 
 def test_prompt_too_long_for_the_model(refused: Refused, checkpoint: Path) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,9 +14,13 @@ from unittest import mock
 
 import pytest
 from generated import LONG_PROMPT, PROMPT, SMALL, read_json
+from paths import ROOT
 from tiers import fast
 
 from alspec import Engine
+from alspec.config import GenerateConfig
+from alspec.errors import UserError
+from alspec.launch.terminal import prompts
 from alspec.models.tokenizer.tokenizer import Tokenizer
 
 Run = Callable[..., tuple[int, str, str]]
@@ -351,3 +358,67 @@ def test_batch_hit_map(generate_json: Callable[..., Any], tmp_path: Path) -> Non
     # Sink and window of the short request meet, so it always hits; at this threshold the long one never hits.
     assert all(layer == [1, 0] for step in found["hit_map"] for layer in step)
     assert found["summary"]["hit_rate"] == 0.0, "`A~` of the short request leaves no token out"
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ('{"prompt": ""}', "prompt is empty; expected"),
+        ('{"prompt": 3}', "prompt of another kind; expected"),
+        ('{"prompt_ids": [1.5]}', "prompt_ids of another kind; expected"),
+        ('{"messages": []}', "messages is empty; expected"),
+        ('{"prompt": "x", "prompt_ids": [1]}', "prompt and prompt_ids exclude each other; expected"),
+        ('{"promt": "x"}', "no prompt, the nearest valid key is 'prompt'; expected"),
+        ('{"text": "x"}', "expected"),
+        ("[1]", "expected"),
+    ],
+)
+def test_a_line_without_a_request_says_why(line: str, why: str) -> None:
+    with pytest.raises(UserError, match=re.escape(f"prompt_file: f.jsonl:3: {why}")):
+        prompts._read_line(line, "f.jsonl:3")
+
+
+def test_a_message_without_content_is_named() -> None:
+    messages = [{"role": "system", "content": "x"}, {"role": "user"}]
+    with pytest.raises(UserError, match=re.escape("f.jsonl:3: messages[1]: content: expected a text, found none")):
+        prompts._read_line(json.dumps({"messages": messages}), "f.jsonl:3")
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ({"logprobs": 2, "top_logprobs": 2, "answers": 3}, "answers, logprobs, top_logprobs"),
+        ({"system": "x", "chat": True, "repeat_penalty": 1.1}, "chat, repeat_penalty, system"),
+        ({"id": 3, "extra": 3}, None),
+    ],
+)
+def test_which_settings_in_a_line_are_named(line: dict[str, Any], named: str | None) -> None:
+    given = prompts._read_line(json.dumps({"prompt": "x"} | line), "f.jsonl:1")
+    config = GenerateConfig(prompt_file=Path("f.jsonl"))
+    expected = [] if named is None else [f"--prompt-file: {named} in its lines: settings are flags, for all requests"]
+    assert prompts._notices([given], config) == expected
+
+
+def test_a_text_that_looks_like_requests_is_told() -> None:
+    text = '{"prompt": "a"}\n{"prompt": "b"}\n'
+    (notice,) = prompts._notices([prompts._Prompt(text)], GenerateConfig(prompt_file=Path("x.json")))
+    assert notice == "prompt: JSON, taken as one text; a file whose name ends in .jsonl has a request in each line"
+    (notice,) = prompts._notices([prompts._Prompt(text)], GenerateConfig())
+    assert notice == "prompt: JSON, taken as one text; --prompt-file - reads a request in each line"
+    assert prompts._notices([prompts._Prompt(text)], GenerateConfig(prompt=text)) == []
+
+
+def test_a_run_ends_when_its_reader_has_gone(checkpoint: Path) -> None:
+    """`generate.py | head -c 1`: nothing but the text was asked for."""
+    flags = ["--model", checkpoint, "--transport", "gloo", "--prompt", "a", "--max-new-tokens", 900, "--ignore-eos"]
+    command = list(map(str, [sys.executable, ROOT / "launch" / "generate.py", *flags]))
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.read(1)
+        process.stdout.close()
+        panel = process.stderr.read()
+        assert process.wait(timeout=60) == 0
+    made = re.search(r"new tokens: (\d+)", panel)
+    assert made is not None
+    assert int(made[1]) < 900
