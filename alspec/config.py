@@ -195,9 +195,7 @@ class EngineConfig(Schema):
         ge=1,
         description="tokens that the cache can hold, such as 4096 or 128k; default: as many as needed; chat: as fit",
     )
-    verify_checksums: bool = Field(
-        default=False, description="before weights are read, compare the model folder with its SHA256SUMS"
-    )
+    verify_checksums: bool = Field(default=False, description="compare the model folder with its SHA256SUMS")
 
     @property
     def tokens_of_step(self) -> int:
@@ -525,9 +523,9 @@ _MESSAGES = {
 
 def nearest_name(name: str, known: Iterable[str]) -> str | None:
     """The known name closest to `name`: one that begins with it, else a similar one; None if there is none."""
-    known = list(known)
-    longer = [other for other in known if other.startswith(name)]
-    return next(iter(longer or difflib.get_close_matches(name, known, n=1)), None)
+    bare, by_bare = name.lstrip("-"), {other.lstrip("-"): other for other in known}  # dashes make flags look alike
+    longer = [other for other in by_bare if other.startswith(bare)]
+    return by_bare.get(next(iter(longer or difflib.get_close_matches(bare, by_bare, n=1)), ""))
 
 
 def validate(

@@ -587,7 +587,7 @@ def test_a_file_has_integers_of_yaml_1_2(text: str, value: int, tmp_path: Path) 
         ("top_p: 3", ("top_p", "found 3")),
         ("speculation: pared", ("speculation.mode: expected auto, off, paired or simulated, found 'pared'",)),
         ("speculation: [paired]", ("speculation: expected a mapping of names, found ['paired']",)),
-        ("max_context: 8m", ("max_context: expected an integer, found '8m'",)),
+        ("max_context: 8m", ("max_context: expected a number of tokens such as 4096 or 128k, found '8m'",)),
         ("chat: 2", ("chat: expected true or false, found 2",)),
         ("1: 2", ("1",)),
     ],

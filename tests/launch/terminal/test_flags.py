@@ -14,7 +14,7 @@ import pytest
 import torch
 from generated import read_json
 
-from alspec.config import GenerateConfig
+from alspec.config import GenerateConfig, nearest_name
 from alspec.launch import generate
 from alspec.launch.terminal.flags import _flag, check_writable
 from alspec.runtime.engine.engine import Engine
@@ -281,6 +281,13 @@ def test_negative_token_id_in_jsonl(refused: Refused, checkpoint: Path, tmp_path
     path.write_text('{"prompt_ids": [1]}\n{"prompt_ids": [2, -1]}\n')
     message = refused("--model", checkpoint, "--prompt-file", path)
     assert message.startswith(f"prompt_file: {path}:2: token id -1 is outside the vocabulary of 100")
+
+
+def test_a_flag_of_another_command_is_near_to_none() -> None:
+    flags = ["--kv-protect", "--stop", "--draft-tokens"]
+    assert nearest_name("--prompt", flags) is None
+    assert nearest_name("--json", flags) is None
+    assert nearest_name("--kv-protct", flags) == "--kv-protect"
 
 
 def test_prompt_too_long_for_the_model(refused: Refused, checkpoint: Path) -> None:
