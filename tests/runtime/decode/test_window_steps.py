@@ -93,7 +93,7 @@ def eager_tokens(folder: Path, codec: str, prompts: list[list[int]], count: int)
     fast(
         [(codec, "mixed_folder") for codec in ("bf16", "turbo4", "turbo-mixed", "turboquant3", "hybrid-k4v2")]
         + [("bf16", "window_folder")],
-        keep=[("turbo4", "mixed_folder")],
+        keep=[],
     ),
 )
 def test_a_captured_step_over_the_whole_context(

@@ -168,6 +168,7 @@ def test_a_plain_step_behind_a_round_of_right_drafts_leaves_no_hole(
             torch.testing.assert_close(keys, cache.layer(layer).k[0, :, :held], rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.full
 def test_an_interrupted_step_keeps_whole_blocks(turbo_folder: Path, make_prompt: MakePrompt) -> None:
     """The second of two rounds in flight may have replaced the tail by that of the next block."""
     with captured(turbo_folder, 1, 160, draft="ngram", draft_tokens=3, kv_cache="turbo4", draft_always=True) as (
