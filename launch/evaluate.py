@@ -216,7 +216,7 @@ def _tasks(engine: Engine, config: EvaluateConfig, contexts: list[int], text: st
     count = max(config.windows, config.answers)
     ids = tokenizer.encode(text, add_bos=False) if count else []
     if len(ids) < count * longest:
-        raise UserError(too_short(config, count, longest, len(ids)))
+        raise too_short(config, count, longest, len(ids))
     if config.windows:
         needed = config.windows * longest
         begin = tokenizer.encode("")  # each window begins like a prompt

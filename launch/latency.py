@@ -385,7 +385,7 @@ def _row(
 
 
 def _link_of(engine: Engine, num_tokens: int) -> dict[str, Any]:
-    """Of a pair over a link: time of a message alone, and by how many layers the speculator is ahead, at most."""
+    """Time of a message alone, and how many layers the speculator may be ahead; empty without a link."""
     step = engine.decode_step
     policy = step.pair_policy if isinstance(step, CapturedStep) else None
     return {} if policy is None else {"link_us": round(policy.link_us, 1), "lead": policy.lead(num_tokens)}

@@ -102,7 +102,7 @@ def _prompts(config: EvaluateConfig, engine: Engine, contexts: list[int], text: 
     begin, ids = tokenizer.encode(""), tokenizer.encode(text, add_bos=False)
     longest = contexts[-1]
     if len(ids) < config.windows * longest:
-        raise UserError(too_short(config, config.windows, longest, len(ids)))
+        raise too_short(config, config.windows, longest, len(ids))
     stride = len(ids) // config.windows
     starts = [window * stride for window in range(config.windows)]
     return {

@@ -91,9 +91,9 @@ class RecordCase:
         return [*others[:place], (self.key, self.value), *others[place:]]
 
 
-def too_short(config: EvaluateConfig, count: int, longest: int, found: int) -> str:
+def too_short(config: EvaluateConfig, count: int, longest: int, found: int) -> UserError:
     """The error of a text that does not have `count` windows of `longest` tokens."""
-    return (
+    return UserError(
         f"flags: --text: {count} windows of {longest} tokens needed, {config.text} has {found} tokens; give a longer "
         "text, or lower --windows, --answers or --contexts"
     )

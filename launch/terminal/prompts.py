@@ -6,11 +6,10 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
 
-from alspec.config import GenerateConfig, SamplingConfig
+from alspec.config import GenerateConfig, SamplingConfig, nearest_name
 from alspec.errors import UserError, show
 from alspec.launch.terminal.flags import check_writable
 from alspec.launch.terminal.output import is_dash
@@ -225,9 +224,6 @@ def _read_line(line: str, where: str) -> _Prompt:
     if len(kinds) != 1 or not _is_prompt(kinds[0], value[kinds[0]]):
         raise UserError(f"{where}: {_why_no_request(value, kinds)}{_EXPECTED}, found {line.strip()[:60]!r}")
     content = value.pop(kinds[0])
-    for place, message in enumerate(content if kinds == ["messages"] else ()):
-        if "content" not in message and "tool_calls" not in message:
-            raise UserError(f"{where}: messages[{place}]: content: expected a text, found none")
     if kinds == ["prompt"]:
         check_utf8(content, where)
     tools = value.pop("tools", None) if kinds == ["messages"] else None
@@ -268,7 +264,7 @@ def _why_no_request(value: Any, kinds: list[str]) -> str:
     if len(kinds) > 1:
         return f"{' and '.join(kinds)} exclude each other; "
     if not kinds:
-        near = next((close[0] for name in value if (close := get_close_matches(str(name), _KINDS, 1))), None)
+        near = next(filter(None, (nearest_name(name, _KINDS) for name in value)), None)
         return "" if near is None else f"no prompt, the nearest valid key is {near!r}; "
     if not value[kinds[0]]:
         return f"{kinds[0]} is empty; "

@@ -12,7 +12,7 @@ __all__ = ["MINISTRAL", "MISTRAL"]
 
 
 def _options(config: ConfigFile) -> dict[str, Any]:
-    """As in transformers, a Mistral with `layer_types` is a Ministral: Ministral-8B-Instruct-2410 says `mistral`."""
+    """A Mistral with `layer_types` is a Ministral, as in transformers: some folders of Ministral name `mistral`."""
     window = config.whole("sliding_window", None)
     if window is None or config.get("layer_types") is None:
         return {"sliding_window": window}

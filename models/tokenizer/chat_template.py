@@ -104,15 +104,14 @@ def with_text_contents(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for index, message in enumerate(messages):
         if not isinstance(message, dict):
             raise UserError(f'messages[{index}]: expected {{"role": "user", "content": "..."}}, found {show(message)}')
-        content = message.get("content", "")
+        content = message.get("content")
         if isinstance(content, list):
             texts.append(message | {"content": "\n".join(_text_of(part, index) for part in content)})
         elif isinstance(content, str) or (content is None and message.get("tool_calls")):
             texts.append(message)
         else:
-            raise UserError(
-                f"messages[{index}]: content: expected a text or a list of text parts, found {show(content)}"
-            )
+            found = show(content) if "content" in message else "none"
+            raise UserError(f"messages[{index}]: content: expected a text or a list of text parts, found {found}")
     return texts
 
 

@@ -25,7 +25,7 @@ class PairPolicy:
     Args:
         costs: cached tokens of all requests -> time of a step of one group alone, and parts of a step of the pair.
         num_layers: L.
-        link_us: a message alone, as it was measured; for reports.
+        link_us: measured time of a message alone; for reports.
     """
 
     def __init__(self, costs: Callable[[int], tuple[float, LinkCosts]], num_layers: int, link_us: float) -> None:
@@ -41,7 +41,7 @@ class PairPolicy:
 
     def decide_next(self, num_tokens: int) -> bool:
         """Whether the next step speculates. Call it once for each step that is launched. num_tokens: as for costs."""
-        # A step of the pair yields one token, as one of no drafts: it pays only if it costs less than one alone.
+        # No drafts: a step of the pair yields one token, so it pays only if it costs less than a step alone.
         return self._policy.decide_next(0, self._cost(self._all_hits, num_tokens))
 
     def lead(self, num_tokens: int) -> int:

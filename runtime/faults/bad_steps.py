@@ -32,7 +32,7 @@ def fault_error(
         num_layers: L.
         agreement: exchange of text between the ranks.
         attempt: number of this attempt to decode by this engine; the same on every rank.
-        num_draft_layers: of the model whose draft steps are in a round.
+        num_draft_layers: L of the model that drafts; 0 without drafts.
     Returns:
         `BadNumbersError` or `RankFailureError`, to be raised by the caller.
     """
@@ -56,7 +56,7 @@ def _order_in_time(fault: list[int], num_layers: int) -> tuple[int, float, int]:
     # The start of a step comes first, then drafts; the handover after the last layer comes before the LM head.
     order = {2 * num_layers + 1: -math.inf, 2 * num_layers + 2: 2 * num_layers - 0.5}
     if reduce_index >= num_operations(num_layers):
-        return step, reduce_index - math.ldexp(1, 20), code
+        return step, reduce_index - 2**20, code  # no index is as large
     return step, order.get(reduce_index, reduce_index), code
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from family_models import CASES, LONGROPE, greedy, save_family
-from gpu_jobs import needs, run_gpu_worker, unclear_place
+from gpu_jobs import leads_of, needs, run_gpu_worker, unclear_place
 
 from alspec import Engine
 from alspec.kernels.linear.decode_weight import DecodeWeight
@@ -101,8 +101,7 @@ def test_texts_that_grow_beyond_the_short_context(case: str, draft: str, tmp_pat
             assert isinstance(answers, list)
             for ids, answer in zip(batch, answers, strict=True):
                 reference(torch.tensor([[1]]))  # transformers keeps the frequencies of the longest text otherwise
-                leads = [each.top[0][1] - each.top[1][1] for each in answer.logprobs or ()]
-                clear = unclear_place(leads, LEAD)
+                clear = unclear_place(leads_of(answer), LEAD)
                 tokens = (anew if case == "phi3-long" else greedy)(reference, ids, 40)
                 assert answer.token_ids[:clear] == tokens[:clear]
                 compared += clear

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_jobs import licence_ids, needs, run_gpu_worker, unclear_place
+from gpu_jobs import leads_of, licence_ids, needs, run_gpu_worker, unclear_place
 from quantised_folders import save_quantised
 
 from alspec import Engine
@@ -52,8 +52,7 @@ def test_batches_of_packed_weights_over_each_cache(weights: str, kv_cache: str) 
         for prompt, answer in zip(batch, together, strict=True):
             alone = engine.generate(prompt, how)
             assert isinstance(alone, Completion)
-            leads = [each.top[0][1] - each.top[1][1] for each in alone.logprobs or ()]
-            clear = unclear_place(leads, LEAD)
+            clear = unclear_place(leads_of(alone), LEAD)
             assert answer.token_ids[:clear] == alone.token_ids[:clear]
             compared += clear
     assert compared > 30

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_jobs import licence_ids, unclear_place
+from gpu_jobs import leads_of, licence_ids, unclear_place
 from round_cases import cached
 
 from alspec.config import SamplingConfig
@@ -33,8 +33,7 @@ def answers_of(engine: Engine, prompts: list[list[int]], how: SamplingConfig) ->
 
 def clear_tokens(answer: Completion, codec: str) -> list[int]:
     """All tokens over an exact cache; over a quantised one up to the first one that leads by little."""
-    leads = [each.top[0][1] - each.top[1][1] for each in answer.logprobs or ()]
-    return answer.token_ids if codec == "bf16" else answer.token_ids[: unclear_place(leads, LEAD)]
+    return answer.token_ids if codec == "bf16" else answer.token_ids[: unclear_place(leads_of(answer), LEAD)]
 
 
 @pytest.mark.parametrize("codec", CODECS)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_jobs import licence_ids, needs, run_gpu_worker, unclear_place
+from gpu_jobs import leads_of, licence_ids, needs, run_gpu_worker, unclear_place
 
 from alspec.config import SamplingConfig, SpeculationConfig
 from alspec.models.demo import DEMO_CHECKPOINT
@@ -58,8 +58,7 @@ def test_rounds_over_quantised_caches_end_as_they_should(kv_cache: str) -> None:
 
 def clear_tokens(answer: Completion) -> list[int]:
     """Greedy tokens up to the first one that leads the second most likely one by little."""
-    leads = [each.top[0][1] - each.top[1][1] for each in answer.logprobs or ()]
-    return answer.token_ids[: unclear_place(leads, LEAD)]
+    return answer.token_ids[: unclear_place(leads_of(answer), LEAD)]
 
 
 @pytest.mark.parametrize("kv_cache", ["turbo4", "turboquant3", "hybrid-k4v2"])

@@ -320,6 +320,8 @@ def test_a_content_that_is_no_text_is_refused(content: Any) -> None:
     """A template would write Python's spelling of it. A message that calls tools may have none."""
     with pytest.raises(UserError, match=r"^messages\[1\]: content: expected a text or a list of text parts, found"):
         with_text_contents([{"role": "user", "content": "a"}, {"role": "user", "content": content}])
+    with pytest.raises(UserError, match=r"^messages\[0\]: content: expected a text .*, found none$"):
+        with_text_contents([{"role": "user"}])
     calls = [{"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}]
     assert with_text_contents(calls) == calls
     with pytest.raises(UserError, match=r"^messages\[0\]: expected .* found 'hi'$"):

@@ -27,7 +27,7 @@ GROUP = 3
 DRAFTERS = ["ngram", "self", "model:smollm2"]
 CACHES = ["bf16", "turbo4"]
 
-# Of the verdicts over `turbo4`: rounding of weights changes 2 to 4 %.
+# Share of verdicts that may differ over `turbo4`: rounding the weights otherwise changes 2 to 4 %.
 MOST_DIFFERENT = 0.06
 
 Generate = Callable[..., dict[str, Any]]

@@ -378,12 +378,6 @@ def test_a_line_without_a_request_says_why(line: str, why: str) -> None:
         prompts._read_line(line, "f.jsonl:3")
 
 
-def test_a_message_without_content_is_named() -> None:
-    messages = [{"role": "system", "content": "x"}, {"role": "user"}]
-    with pytest.raises(UserError, match=re.escape("f.jsonl:3: messages[1]: content: expected a text, found none")):
-        prompts._read_line(json.dumps({"messages": messages}), "f.jsonl:3")
-
-
 @pytest.mark.parametrize(
     ("line", "named"),
     [

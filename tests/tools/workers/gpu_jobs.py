@@ -21,6 +21,7 @@ from alspec.launch.two_hosts import HOSTS, host_command, host_environment
 from alspec.models.demo import DEMO_CHECKPOINT
 from alspec.models.llama_config import LlamaConfig
 from alspec.models.tokenizer.tokenizer import Tokenizer
+from alspec.runtime.engine.generation import Completion
 
 NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 MAX_RANKS = 4 if NUM_GPUS and os.environ.get("ALSPEC_SHARE_GPUS") == "1" else NUM_GPUS
@@ -37,6 +38,11 @@ def needs(num_ranks: int) -> pytest.MarkDecorator:
 def gpus(first: int, count: int) -> str:
     """`CUDA_VISIBLE_DEVICES` of `count` ranks from GPU `first` on; it wraps around where there are fewer."""
     return ",".join(dict.fromkeys(DEVICES[index % NUM_GPUS] for index in range(first, first + count)))
+
+
+def leads_of(answer: Completion) -> list[float]:
+    """By how many nats each token of an answer with two log probabilities a place leads the second most likely one."""
+    return [each.top[0][1] - each.top[1][1] for each in answer.logprobs or ()]
 
 
 def unclear_place(leads: Sequence[float], least: float) -> int:
