@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpu_jobs import NUM_GPUS, environment, gpus, hosts, licence_ids, torchrun
+from gpu_jobs import environment, gpus, hosts, licence_ids, needs, torchrun
 from jobs import GONE_WITHIN_S, free_port
 from paths import WORKERS
 
-pytestmark = [pytest.mark.gpu, pytest.mark.multi_gpu, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.gpu, pytest.mark.multi_gpu, needs(2), pytest.mark.timeout(900)]
 
 PROMPTS = {256: 7082, 320: 1673, 1500: 6021}  # lengths and starts; among those of test_nccl.py
 WORKER = str(WORKERS / "gpu_worker.py")
@@ -77,16 +77,14 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     ("num_ranks", "transport", "graph", "used"),
     [
         (2, "auto", "on", "nccl"),
-        (4, "auto", "on", "symm+nccl"),
-        (4, "host", "off", "host+nccl"),
-        (4, "nccl", "on", "nccl"),
+        pytest.param(4, "auto", "on", "symm+nccl", marks=needs(4)),
+        pytest.param(4, "host", "off", "host+nccl", marks=needs(4)),
+        pytest.param(4, "nccl", "on", "nccl", marks=needs(4)),
     ],
 )
 def test_two_hosts_give_the_tokens_of_one_gpu(
     reference: list[dict[str, Any]], num_ranks: int, transport: str, graph: str, used: str, tmp_path: Path
 ) -> None:
-    if num_ranks > NUM_GPUS:
-        pytest.skip(f"needs {num_ranks} GPUs, found {NUM_GPUS}")
     (tmp_path / "cases.json").write_text(json.dumps(cases("paired", transport=transport, cuda_graph=graph)))
     program = [WORKER, str(tmp_path / "cases.json"), str(tmp_path / "out.json")]
     rows = rows_of(hosts(num_ranks, free_port(), program), tmp_path)
@@ -107,16 +105,14 @@ def process_ids(logs: list[Path]) -> dict[int, int]:
     [
         (2, "nccl", 1, signal.SIGKILL),
         pytest.param(2, "nccl", 0, signal.SIGKILL, marks=pytest.mark.full),
-        pytest.param(4, "symm+nccl", 3, signal.SIGKILL, marks=pytest.mark.full),
-        pytest.param(4, "symm+nccl", 1, signal.SIGSTOP, marks=pytest.mark.full),
+        pytest.param(4, "symm+nccl", 3, signal.SIGKILL, marks=[pytest.mark.full, needs(4)]),
+        pytest.param(4, "symm+nccl", 1, signal.SIGSTOP, marks=[pytest.mark.full, needs(4)]),
     ],
 )
 def test_a_lost_rank_ends_the_job_on_both_hosts(
     num_ranks: int, transport: str, rank: int, sent: signal.Signals, tmp_path: Path
 ) -> None:
     """In the middle of captured steps, over TCP. A host does not see the processes of the other one."""
-    if num_ranks > NUM_GPUS:
-        pytest.skip(f"needs {num_ranks} GPUs, found {NUM_GPUS}")
     program = [str(WORKERS / name) for name in ("own_host.py", "loop_worker.py")]
     with running(hosts(num_ranks, free_port(), [*program, "paired", transport, "endless"]), tmp_path) as started:
         logs, deadline = [log for _, log in started], time.monotonic() + 180

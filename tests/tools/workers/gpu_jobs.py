@@ -53,8 +53,12 @@ def unclear_place(leads: Sequence[float], least: float) -> int:
 def torchrun(num_ranks: int, visible: str, program: list[str]) -> list[str]:
     """The command of a job on the GPUs that it will see; on CPUs if it will see none."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    shares = [str(WORKERS / "shared_gpu.py")] if visible and num_ranks > len(visible.split(",")) else []
-    return [*command, *shares, *program]
+    return [*command, *_sharing(num_ranks, visible), *program]
+
+
+def _sharing(num_ranks: int, visible: str) -> list[str]:
+    """What a program's ranks run in where they outnumber the GPUs that they see."""
+    return [str(WORKERS / "shared_gpu.py")] if visible and num_ranks > len(visible.split(",")) else []
 
 
 def run_gpu_worker(num_ranks: int, cases: dict[str, Any], folder: Path) -> dict[str, list[dict[str, Any]]]:
@@ -75,11 +79,12 @@ def environment(visible: str) -> dict[str, str]:
 
 def hosts(num_ranks: int, port: int, program: list[str]) -> list[tuple[list[str], dict[str, str]]]:
     """Commands and environments of a job on two hosts, for which this machine stands; see launch/two_hosts.py."""
-    each = num_ranks // HOSTS
-    return [
-        (host_command(host, each, port, program), environment("") | host_environment(host, gpus(host * each, each)))
-        for host in range(HOSTS)
-    ]
+    each, jobs = num_ranks // HOSTS, []
+    for host in range(HOSTS):
+        visible = gpus(host * each, each)
+        command = host_command(host, each, port, [*_sharing(each, visible), *program])
+        jobs.append((command, environment("") | host_environment(host, visible)))
+    return jobs
 
 
 def licence_ids() -> list[int]:
