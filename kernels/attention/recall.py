@@ -15,13 +15,21 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from alspec.kernels.attention.decode.lean_decode import RecallBuffers
 from alspec.kernels.attention.decode.tile_schedule import KV_BLOCK, token_ranges
-from alspec.kernels.common.jit_launch import jit_launch
+from alspec.kernels.common.jit_launch import jit_launch, pdl_options, set_l1_carveout
 from alspec.predictor import KV_TILE, predictor_ranges, recall_lists
 
-__all__ = ["RecallState", "choose_recall_lists", "launch_list_choice", "recall_bytes", "recall_lists_ref"]
+__all__ = [
+    "RecallState",
+    "choose_recall_lists",
+    "launch_list_choice",
+    "recall_bytes",
+    "recall_lists_ref",
+    "take_recall_lists",
+]
 
 NO_BLOCK = tl.constexpr(2**31 - 1)  # sorts behind every block
 
@@ -109,6 +117,7 @@ def _choose_recall_lists_kernel(
     senders_ptr,  # [L] int32: layers that this rank has the weights of; or None: all
     chosen_rows_ptr,  # [B] int32: of ROWS rows of each request, the one that counts; or None: there is one
     windows_ptr,  # [L] int32: sliding windows; or None: no layer has one
+    half_ptr,  # [1] int32: of lists [2, ...], those that are written; or None: there is one half
     num_blocks,
     chunk_size,
     HKV: tl.constexpr,
@@ -156,6 +165,8 @@ def _choose_recall_lists_kernel(
     chosen = tl.where((keys >= 0) & (order < RECALL), -(keys & 0xFFFFFFFF).to(tl.int32) + NO_BLOCK, NO_BLOCK)
     ascending = tl.sort(chosen)
     listed = tl.where(ascending == NO_BLOCK, -1, ascending)
+    if half_ptr is not None:
+        row += tl.load(half_ptr) * tl.num_programs(2) * tl.num_programs(1) * HKV
     tl.store(lists_ptr + row * RECALL + order, listed, mask=order < RECALL)
     if peer_lists_ptr is not None:
         tl.store(peer_lists_ptr + row * RECALL + order, listed, mask=order < RECALL)
@@ -169,6 +180,7 @@ def choose_recall_lists(
     lists: Tensor | None = None,
     peer_lists: Tensor | None = None,
     senders: Tensor | None = None,
+    half: Tensor | None = None,
 ) -> None:
     """Choose the recall lists of layers from the weights that attention of this token left. Oracle: `recall_lists_ref`.
 
@@ -178,19 +190,21 @@ def choose_recall_lists(
         lists: written instead of those of the state.
         peer_lists: the same lists of the paired rank, written as well.
         senders: [L] int32; lists of layers with 0 are left as they are.
+        half: [1] int32: `lists` and `peer_lists` are [2, L, B, Hkv, M], and this half is written.
     Capture: graph-safe on CUDA tensors; allocates nothing there.
     """
-    lists = (state.lists if lists is None else lists)[layers]
+    lists = state.lists[layers] if lists is None else lists
     block_lse, lse = state.block_lse[layers], state.lse[layers]
-    peer_lists = None if peer_lists is None else peer_lists[layers]
-    senders = None if senders is None else senders[layers]
     windows = None if state.windows is None else state.windows[layers]
     if lists.is_cuda:
-        launch_list_choice(block_lse, lse, seq_lens, chunk_size, lists, peer_lists, senders, windows=windows)
+        launch_list_choice(
+            block_lse, lse, seq_lens, chunk_size, lists, peer_lists, senders, windows=windows, half=half
+        )  # fmt: skip
         return
     chosen = recall_lists_ref(block_lse, lse, seq_lens, chunk_size, lists.shape[-1], windows)
     is_sender = slice(None) if senders is None else senders != 0
-    for target in (lists,) if peer_lists is None else (lists, peer_lists):
+    for written in (lists,) if peer_lists is None else (lists, peer_lists):
+        target = written if half is None else written[int(half)]
         target[is_sender] = chosen[is_sender]
 
 
@@ -206,6 +220,7 @@ def launch_list_choice(
     rows: int = 1,
     together: int = 1,
     windows: Tensor | None = None,
+    half: Tensor | None = None,
 ) -> None:
     """Launch the kernel of `choose_recall_lists`, with the tensors of the chosen layers.
 
@@ -214,17 +229,71 @@ def launch_list_choice(
         rows: rows of each request.  lse: [L, B rows, Hq].
         together: rows of a bundle.  block_lse: [L, B bundles, Hkv, NB, 4, together Hq / Hkv], see `attend_rows`.
         windows: [L] int32, see `RecallState`.
+        half: see `choose_recall_lists`.
     """
-    num_layers, batch_size, num_kv_heads, count = lists.shape
+    num_layers, batch_size, num_kv_heads, count = lists.shape[-4:]
     num_blocks, heads = block_lse.shape[3], lse.shape[2] // num_kv_heads
     recall_pad = max(2, triton.next_power_of_2(count))  # `tl.topk` takes two or more
     pad = max(triton.next_power_of_2(num_blocks), recall_pad)
-    jit_launch(_choose_recall_lists_kernel, (num_kv_heads, batch_size, num_layers))(
-        block_lse, lse, seq_lens, lists, peer_lists, senders, chosen_rows, windows, num_blocks, chunk_size,
+    compiled = jit_launch(_choose_recall_lists_kernel, (num_kv_heads, batch_size, num_layers))(
+        block_lse, lse, seq_lens, lists, peer_lists, senders, chosen_rows, windows, half, num_blocks, chunk_size,
         HKV=num_kv_heads, HEADS=heads, ROWS=rows, TOGETHER=together,
         HEADS_PAD=triton.next_power_of_2(heads), RECALL=count, RECALL_PAD=recall_pad, BLOCKS_PAD=pad,
         num_warps=num_warps(pad),
     )  # fmt: skip
+    set_l1_carveout(compiled)
+
+
+@triton.jit(do_not_specialize=["size"])
+def _take_recall_lists_kernel(
+    halves_ptr,  # [2, size] int32
+    epoch_ptr,  # [1] int32
+    seq_lens_ptr,  # [B] int32
+    lists_ptr,  # [size] int32
+    next_half_ptr,  # [1] int32
+    kept_lens_ptr,  # [B] int32
+    size,
+    B: tl.constexpr,
+    B_PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Copy BLOCK entries. Grid [size / BLOCK]."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    half = tl.load(epoch_ptr) & 1
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    # Volatile: the paired rank writes this memory.
+    entries = tl.load(halves_ptr + half * size + offsets, mask=offsets < size, volatile=True)
+    tl.store(lists_ptr + offsets, entries, mask=offsets < size)
+    if tl.program_id(0) == 0:
+        requests = tl.arange(0, B_PAD)
+        lengths = tl.load(seq_lens_ptr + requests, mask=requests < B, other=0)
+        tl.store(kept_lens_ptr + requests, lengths, mask=requests < B)
+        tl.store(next_half_ptr, 1 - half)
+
+
+def take_recall_lists(
+    halves: Tensor, epoch: Tensor, seq_lens: Tensor, lists: Tensor, next_half: Tensor, kept_lens: Tensor
+) -> None:
+    """Take the lists of this step, and keep what the choice of the next ones reads beside the end of this step.
+
+        lists = halves[epoch % 2];  next_half = (epoch + 1) % 2;  kept_lens = seq_lens
+
+    Args:
+        halves: [2, L, B, Hkv, M] int32, see `Mailbox.lists`.
+        epoch: [1] int32, the number of the step.  seq_lens: [B] int32. The last launch of a step changes both.
+        lists: [L, B, Hkv, M] int32, written.
+        next_half: [1] int32, written: where the lists of the next step go.  kept_lens: [B] int32, written.
+    Capture: graph-safe; allocates nothing.
+    """
+    size, block, batch_size = lists.numel(), 1024, seq_lens.shape[0]
+    compiled = jit_launch(_take_recall_lists_kernel, (triton.cdiv(size, block),))(
+        halves, epoch, seq_lens, lists, next_half, kept_lens, size, B=batch_size,
+        B_PAD=triton.next_power_of_2(batch_size), BLOCK=block, num_warps=4, **pdl_options(lists.device),
+    )  # fmt: skip
+    set_l1_carveout(compiled)
 
 
 def num_warps(blocks_pad: int) -> int:

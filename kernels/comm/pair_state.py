@@ -60,7 +60,7 @@ class PairShape:
             layers * self.tp_size * batch * 2,
             layers * self.spec_parts * batch * self.num_qo_heads * self.head_dim,
             layers * self.spec_parts * batch * self.num_qo_heads,
-            -(-layers * batch * self.num_kv_heads * self.recall_blocks // 2),  # two int32 in 8 bytes
+            layers * batch * self.num_kv_heads * self.recall_blocks,  # two int32 in 8 bytes
         )
         return tuple(-(-size // PACKETS_PER_LINE) * PACKETS_PER_LINE for size in sizes)
 
@@ -74,8 +74,8 @@ class Mailbox:
     sums: Tensor  # [L, T, B, 2] int64: dist2 and norm2 over each rank's heads, from this rank's group
     spec_out: Tensor  # [L, P, B, Hq, D] int64: A~, in partials
     spec_lse: Tensor  # [L, P, B, Hq] int64: lse of each partial, base 2; unused if P = 1
-    # [L, B, Hkv, recall_blocks] int32: recall lists of the next step, plain values: the sender of a layer writes them
-    # behind the exchange of the logits, and they are read behind the barrier of the next step
+    # [2, L, B, Hkv, recall_blocks] int32: recall lists, plain values. Step n reads half n % 2 behind its barrier; the
+    # sender of a layer writes the next lists into the other half, which step n - 1 has read.
     lists: Tensor
 
     @classmethod
@@ -94,7 +94,7 @@ class Mailbox:
             sums=cut(sums, layers, shape.tp_size, batch, 2),
             spec_out=cut(spec_out, layers, parts, batch, heads, shape.head_dim),
             spec_lse=cut(spec_lse, layers, parts, batch, heads),
-            lists=cut(lists.view(torch.int32), layers, batch, shape.num_kv_heads, shape.recall_blocks),
+            lists=cut(lists.view(torch.int32), 2, layers, batch, shape.num_kv_heads, shape.recall_blocks),
         )
 
 

@@ -304,3 +304,4 @@ class CapturedStep:
                 decoder.logit_exchange, self._queue.ring.rows, self._queue.ring.stamps,
                 hits, None if hits is None else self._hits_ring, self._choice.logprobs_of(buffers),
             )  # fmt: skip
+            decoder.end_step()

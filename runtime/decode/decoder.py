@@ -304,6 +304,9 @@ class Decoder:
             self.cache.compact()
         self._project_logits()
 
+    def end_step(self) -> None:
+        """Let the next step follow what runs beside this one. Call it behind the step's last launch."""
+
     def _project_logits(self) -> None:
         buffers, exchange, reduce_index = self.buffers, self.logit_exchange, 2 * self.config.num_layers
         self.products.lm_head(

@@ -165,8 +165,9 @@ class Verifier(LinkedDecoder):
         """As `Decoder`; beside it, send verdicts and the recall lists of the next step."""
         pair, recall, speculation = self.pair, self.speculation.recall, self.speculation
         if recall is not None:
-            choose_recall_lists(recall, self.buffers.seq_lens, speculation.chunk_size, lists=recall.lists)
-            pair.lists.copy_(recall.lists)
+            with self.link.fork():
+                choose_recall_lists(recall, self.buffers.seq_lens, speculation.chunk_size, lists=recall.lists)
+                pair.lists.copy_(recall.lists)
         self.link.send(pair.ending)
         super().logits()
         self.link.join()

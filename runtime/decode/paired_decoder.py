@@ -18,11 +18,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from alspec.kernels.attention.dispatch import attend
-from alspec.kernels.attention.recall import choose_recall_lists
+from alspec.kernels.attention.recall import choose_recall_lists, take_recall_lists
 from alspec.kernels.comm.pair_state import GATE_MLP, GATE_O, GATE_PRE_ATTENTION, PairState
+from alspec.kernels.common.side_stream import SideStream
 from alspec.kernels.speculation.handover import pair_spec_output, receive_handover, receive_residual
 from alspec.kernels.speculation.roles import decide, step_barrier, update_roles
 from alspec.runtime.decode.decoder import STEP_TIMEOUT_NS, TIMEOUT_NS, Decoder, LaunchContext, SpeculationState
@@ -44,6 +46,13 @@ class PairedDecoder(Decoder):
 
     first_timeout_ns: ClassVar[int] = TIMEOUT_NS  # `step_barrier` has waited for a late host
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        seq_lens = self.buffers.seq_lens
+        self._side_stream = SideStream(seq_lens.device)
+        # For the choice of the next lists, see `take_recall_lists`.
+        self._next_half, self._kept_lens = seq_lens.new_zeros(1), torch.zeros_like(seq_lens)
+
     def begin(self, token_ids: list[int], seq_lens: list[int]) -> None:
         """Set tokens, lengths and roles, with empty recall lists. All ranks must have launched equally many steps."""
         super().begin(token_ids, seq_lens)
@@ -62,7 +71,10 @@ class PairedDecoder(Decoder):
         super().embed()
         step_barrier(self.pair, STEP_TIMEOUT_NS)
         if self.speculation.recall is not None:
-            self.speculation.recall.lists.copy_(self.pair.own.lists)
+            take_recall_lists(
+                self.pair.own.lists, self.exchange.epoch, self.buffers.seq_lens, self.speculation.recall.lists,
+                self._next_half, self._kept_lens,
+            )  # fmt: skip
 
     def run_layers(self, operation: OperationHook) -> None:
         """Launch all layers as `Decoder` does, then give the right x to both groups."""
@@ -102,14 +114,16 @@ class PairedDecoder(Decoder):
         receive_residual(pair, buffers.x, self.weights.final_norm, buffers.x_norm, buffers.square_sums, TIMEOUT_NS)
 
     def logits(self) -> None:
-        """As `Decoder`; then choose the recall lists of the next step for both ranks of the pair.
-
-        All ranks have exchanged logits by then, so no rank still reads the lists of this step from its mailbox.
-        """
-        super().logits()
+        """As `Decoder`; beside it, choose the recall lists of the next step for both ranks of the pair."""
         pair, recall = self.pair, self.speculation.recall
         if recall is not None:
-            choose_recall_lists(
-                recall, self.buffers.seq_lens, self.speculation.chunk_size, lists=pair.own.lists,
-                peer_lists=pair.paired.lists, senders=pair.senders,
-            )  # fmt: skip
+            with self._side_stream.fork():
+                choose_recall_lists(
+                    recall, self._kept_lens, self.speculation.chunk_size, lists=pair.own.lists,
+                    peer_lists=pair.paired.lists, senders=pair.senders, half=self._next_half,
+                )  # fmt: skip
+        super().logits()
+
+    def end_step(self) -> None:
+        """Let the next step follow the choice of its lists. It begins with an ordinary launch."""
+        self._side_stream.join()

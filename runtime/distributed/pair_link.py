@@ -13,8 +13,8 @@ On a CPU, messages are asynchronous operations of Gloo. What has arrived is note
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from alspec.kernels.common.jit_launch import is_compiling
+from alspec.kernels.common.side_stream import SideStream
 
 __all__ = ["LINK_SMS", "Expected", "PairLink"]
 
@@ -43,10 +44,8 @@ class PairLink:
         self, out: dist.ProcessGroup, back: dist.ProcessGroup, rank: int, paired_rank: int, device: torch.device
     ) -> None:
         self._out, self._back, self._rank, self._paired_rank, self._device = out, back, rank, paired_rank, device
-        # Urgent: their kernels take an SM as soon as one is free.
-        self._streams, self._joined = None, torch.zeros(1, device=device)
-        if device.type == "cuda":
-            self._streams = tuple(torch.cuda.Stream(device, priority=-1) for _ in range(2))
+        self._out_stream, self._back_stream = SideStream(device), SideStream(device)
+        self._joined = torch.zeros(1, device=device)
         # On a CPU:
         self._sent: list[dist.Work | None] = []
         self._expected: deque[tuple[dist.Work | None, Callable[[], None]]] = deque()
@@ -55,7 +54,7 @@ class PairLink:
     @property
     def is_host_driven(self) -> bool:
         """The host takes part in each message: on a CPU."""
-        return self._streams is None
+        return self._out_stream.stream is None
 
     def ping(self, message: Tensor, is_first: bool) -> None:
         """Send a message to the paired rank and back, on the current stream; it opens the connections."""
@@ -66,8 +65,7 @@ class PairLink:
 
     def order_receives(self) -> None:
         """Let the messages of the next step follow the launches so far."""
-        if self._streams is not None:
-            self._streams[1].wait_stream(torch.cuda.current_stream())
+        self._back_stream.follow()
 
     def receive_step(self, messages: Sequence[Expected]) -> None:
         """Receive the messages of a step, in order, beside all launches to come.
@@ -78,14 +76,14 @@ class PairLink:
             for _, note in messages:
                 note()
             return
-        if self._streams is None:
+        if self._back_stream.stream is None:
             self._num_noted = 0
             for message, note in messages:
                 self._expected.append(
                     (dist.broadcast(message, self._paired_rank, group=self._back, async_op=True), note)
                 )
             return
-        with torch.cuda.stream(self._streams[1]):
+        with torch.cuda.stream(self._back_stream.stream):
             for message, note in messages:
                 dist.broadcast(message, self._paired_rank, group=self._back)
                 note()
@@ -94,22 +92,15 @@ class PairLink:
         """Send a message when the launches so far have written it; it must not change until `join`."""
         if is_compiling():
             return
-        if self._streams is None:
+        if self.is_host_driven:
             self._sent.append(dist.broadcast(message, self._rank, group=self._out, async_op=True))
             return
         with self.fork():
             dist.broadcast(message, self._rank, group=self._out)
 
-    @contextmanager
-    def fork(self) -> Iterator[None]:
+    def fork(self) -> AbstractContextManager[None]:
         """Launches of this block follow the launches so far and what was sent, and run beside later launches."""
-        if self._streams is None:
-            yield
-            return
-        stream = self._streams[0]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            yield
+        return self._out_stream.fork()
 
     def join(self) -> None:
         """Let later launches follow what was sent and launched in `fork`."""
@@ -117,10 +108,9 @@ class PairLink:
             if work is not None:
                 work.wait()
         self._sent.clear()
-        if self._streams is not None:
-            torch.cuda.current_stream().wait_stream(self._streams[0])
-            # An ordinary launch: a programmatic dependent one would wait for one of its two predecessors only.
-            self._joined.zero_()
+        self._out_stream.join()
+        if not self.is_host_driven:
+            self._joined.zero_()  # an ordinary launch, see `SideStream.join`
 
     def poll(self) -> None:
         """On a CPU: note what has arrived."""
@@ -129,7 +119,7 @@ class PairLink:
 
     def await_message(self, slot: int) -> None:
         """On a CPU: wait until this message of the step has arrived. On a GPU kernels wait."""
-        while self._streams is None and self._num_noted <= slot:
+        while self.is_host_driven and self._num_noted <= slot:
             self._note_next()
 
     def _note_next(self) -> None:

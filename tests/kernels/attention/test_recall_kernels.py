@@ -14,7 +14,13 @@ from tiers import fast
 from torch import Tensor
 
 from alspec.kernels.attention.decode.lean_decode import RecallBuffers
-from alspec.kernels.attention.recall import RecallState, choose_recall_lists, launch_list_choice, recall_lists_ref
+from alspec.kernels.attention.recall import (
+    RecallState,
+    choose_recall_lists,
+    launch_list_choice,
+    recall_lists_ref,
+    take_recall_lists,
+)
 from alspec.kernels.attention.torch_attention import combine_partials, predictor_attention
 from alspec.kernels.attention.torch_recall import recalled_attention, rest_block_lse
 from alspec.predictor import block_masses, predictor_ranges, recall_lists
@@ -312,3 +318,30 @@ def test_lists_of_the_senders_go_to_both(device: torch.device) -> None:
     assert torch.equal(peer[::2], state.lists[::2])
     assert (state.lists[1] == -1).all()
     assert (peer[1] == -7).all()
+
+
+@pytest.mark.parametrize("epoch", [6, 7, -1, 2**31 - 1, -(2**31)])
+def test_lists_alternate_between_two_halves(epoch: int, device: torch.device) -> None:
+    """A step reads what the step before has written, also when the counter of steps has wrapped."""
+    batch, recall = 3, 5
+    state = RecallState.allocate(9, batch, 16, 16, 900, recall, 1, device)
+    halves = torch.randint(0, 99, (2, *state.lists.shape), dtype=torch.int32, device=device)
+    state.block_lse.copy_(torch.rand(state.block_lse.shape))
+    seq_lens = torch.tensor([900, 643, 777], dtype=torch.int32, device=device)
+    number, next_half, kept = seq_lens.new_full((1,), epoch), seq_lens.new_full((1,), -7), torch.zeros_like(seq_lens)
+    before = halves.clone()
+    take_recall_lists(halves, number, seq_lens, state.lists, next_half, kept)
+    assert torch.equal(state.lists, before[epoch % 2])
+    assert torch.equal(kept, seq_lens)
+    peer = torch.full_like(halves, -7)
+    taken = state.lists.clone()
+    choose_recall_lists(state, kept, S, lists=halves, peer_lists=peer, half=next_half)
+    launched = torch.full_like(halves, -7)
+    launch_list_choice(state.block_lse, state.lse, kept, S, launched, half=next_half)
+    expected = recall_lists_ref(state.block_lse.cpu(), state.lse.cpu(), seq_lens.cpu(), S, recall)
+    for written in (halves, peer, launched):
+        assert torch.equal(written[(epoch + 1) % 2].cpu(), expected)
+    assert torch.equal(halves[epoch % 2], before[epoch % 2])
+    assert (peer[epoch % 2] == -7).all()
+    assert (launched[epoch % 2] == -7).all()
+    assert torch.equal(state.lists, taken)
