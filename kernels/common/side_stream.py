@@ -20,6 +20,7 @@ class SideStream:
     def __init__(self, device: torch.device) -> None:
         """Urgent: its kernels take an SM as soon as one is free."""
         self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+        self._is_forked = False
 
     def follow(self) -> None:
         """Let its next launches follow the launches so far on the current stream."""
@@ -33,13 +34,15 @@ class SideStream:
             yield
             return
         self.follow()
+        self._is_forked = True
         with torch.cuda.stream(self.stream):
             yield
 
     def join(self) -> None:
-        """Let later launches on the current stream follow it. The next one must not be a programmatic dependent one.
+        """Let later launches on the current stream follow those of `fork`.
 
-        Such a launch would wait for one of its two predecessors only.
+        The next one must not be a programmatic dependent one, which would wait for one of its two predecessors only.
         """
-        if self.stream is not None:
+        if self.stream is not None and self._is_forked:  # else a capture would depend on what it does not contain
             torch.cuda.current_stream().wait_stream(self.stream)
+            self._is_forked = False
