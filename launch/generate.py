@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
         engine = Engine(config, trace=config.trace is not None)
         is_first = engine.placement.rank == 0
         with guarded(engine.heartbeat, OUT_OF_MEMORY), StatusLine(is_first) as status:
-            prompts, config = _load(config, engine, status)
+            prompts = _load(config, engine, status)
             shows = is_first and not (is_dash(config.json_file) or is_dash(config.trace))
             is_batch = prompts.is_batch or config.n > 1
             colored = config.color and shows_color()
@@ -90,13 +90,13 @@ def _plan(config: GenerateConfig, settings: PlanSettings) -> None:
         notify([f"without effect: {flags}; --plan {what}"])
 
 
-def _load(config: GenerateConfig, engine: Engine, status: StatusLine) -> tuple[GivenPrompts, GenerateConfig]:
-    """Read the prompts and load the model; returns the prompts, and the settings with a length that fits them."""
+def _load(config: GenerateConfig, engine: Engine, status: StatusLine) -> GivenPrompts:
+    """Read the prompts and load the model; returns the prompts."""
     prompts = read_prompts(config, engine)
     engine.check_sampling(config)
-    config, notice = engine.fit_new_tokens(prompts.ids, config)
     rows = rows_of(prompts.ids, config.n)
-    max_context = engine.check_prompts(rows, config.max_new_tokens)
+    new_tokens, notice = engine.fit_new_tokens(rows, config)
+    max_context = engine.check_prompts(rows, new_tokens)
     is_first = engine.placement.rank == 0
     if is_first:
         without_effect = _without_effect(config, prompts.is_batch or config.n > 1, engine.mode)
@@ -106,7 +106,7 @@ def _load(config: GenerateConfig, engine: Engine, status: StatusLine) -> tuple[G
     status.clear()
     notify(engine.take_notices() if is_first else [])
     status.show("preparing")
-    return prompts, config
+    return prompts
 
 
 def _without_effect(config: GenerateConfig, is_batch: bool, mode: str) -> list[str]:

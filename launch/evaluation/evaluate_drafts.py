@@ -87,7 +87,7 @@ def _contexts(config: EvaluateConfig, engine: Engine) -> list[int]:
     limit = engine.model_config.longest_context
     contexts = sorted(set(config.contexts or [each for each in CONTEXTS if each <= limit] or [limit]))
     check_positions(contexts[-1], engine.model_config)
-    engine.check_prompts([[0]], contexts[-1] - 1)
+    engine.check_prompts([[0]], [contexts[-1] - 1])
     if contexts[0] <= 2 * NEW_TOKENS:
         raise UserError(
             f"flags: --contexts: expected more than {2 * NEW_TOKENS} tokens, as {NEW_TOKENS} of them are generated, "

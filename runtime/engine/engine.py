@@ -34,7 +34,6 @@ from alspec.runtime.decode.eager_step import choose_tokens
 from alspec.runtime.engine.generation import (
     Completion,
     Generation,
-    SamplingT,
     Token,
     check_prompts,
     check_sampling,
@@ -60,13 +59,17 @@ class Engine(Resources):
         """Refuse settings that do not fit the model: token ids that it does not have."""
         check_sampling(sampling, self.model_config)
 
-    def fit_new_tokens(self, prompts: list[list[int]], sampling: SamplingT) -> tuple[SamplingT, str | None]:
-        """See `generation.fit_new_tokens`."""
-        return fit_new_tokens(prompts, sampling, self.config, self.model_config)
+    def fit_new_tokens(self, prompts: list[list[int]], sampling: SamplingConfig) -> tuple[list[int], str | None]:
+        """See `generation.fit_new_tokens`. A command prints the notice; `stream` does not show it again."""
+        new_tokens, self._told_length = fit_new_tokens(prompts, sampling, self.config, self.model_config)
+        return new_tokens, self._told_length
 
-    def check_prompts(self, prompts: list[list[int]], max_new_tokens: int) -> int:
-        """Return the tokens that the cache must hold for these rows, see `rows_of`; refuse too long prompts."""
-        needed = check_prompts(prompts, max_new_tokens, self.config, self.model_config, self.mode)
+    def check_prompts(self, prompts: list[list[int]], new_tokens: list[int]) -> int:
+        """Return the tokens that the cache must hold for these rows, see `rows_of`; refuse too long prompts.
+
+        new_tokens: the most tokens of each answer.
+        """
+        needed = check_prompts(prompts, new_tokens, self.config, self.model_config, self.mode)
         return self.config.max_context or needed
 
     def stream(
@@ -105,7 +108,7 @@ class Engine(Resources):
         self._refuse_closed()
         sampling = sampling or validate(SamplingConfig, options, "Engine.stream")
         with self._lock:
-            number, sampling, notices = self._begin(prompt, sampling)
+            number, notices = self._begin(prompt, sampling)
         notices += [] if self._has_warned else self.notices
         notices = [] if self.placement.rank else notices
         self._has_warned = True
@@ -126,13 +129,11 @@ class Engine(Resources):
         is_single = any(each is prompt for each in prompts_of(prompt))
         return completions[0] if is_single and self.generation.num_answers == 1 else completions
 
-    def _begin(
-        self, prompt: Prompt | Sequence[Prompt], sampling: SamplingConfig
-    ) -> tuple[int, SamplingConfig, list[str]]:
+    def _begin(self, prompt: Prompt | Sequence[Prompt], sampling: SamplingConfig) -> tuple[int, list[str]]:
         """Check and encode the prompts, and load what they need.
 
         Returns:
-            Number of the new generation, the settings in force, and notices about them.
+            Number of the new generation, and notices about its settings.
         """
         settings = sampling.model_dump(mode="json", include=set(SamplingConfig.model_fields))
         with self.heartbeat.waiting(f"the start of generation {self._generations + 1}"):
@@ -142,20 +143,22 @@ class Engine(Resources):
             tokenizer = partial(self.text_tokenizer, "give token ids")
             self.check_sampling(sampling)
             prompts = rows_of(encode_prompts(prompt, tokenizer, self.max_total_tokens), sampling.n)
-            sampling, notice = self.fit_new_tokens(prompts, sampling)
-            needed, batch_size = self.check_prompts(prompts, sampling.max_new_tokens), len(prompts)
+            told = self._told_length
+            new_tokens, notice = self.fit_new_tokens(prompts, sampling)
+            self._told_length = None
+            needed, batch_size = self.check_prompts(prompts, new_tokens), len(prompts)
             if self.memory is None or self.cache.batch_size != batch_size or self.cache.max_context < needed:
                 self.load(batch_size, needed, self._for_turns)
             # A call that was interrupted may have ended at another token on each rank.
             reusable = map(json.loads, self.agreement.exchange(json.dumps(self._kept.reusable(prompts))))
             reused = [min(by_rank) for by_rank in zip(*reusable, strict=True)]
             reused = [reused[row - row % sampling.n] for row in range(batch_size)]  # other answers are copied
-        requests = requests_of(prompts, sampling, self.tokenizer, self.model_config)
+        requests = requests_of(prompts, new_tokens, sampling, self.tokenizer, self.model_config)
         made = Generation(
             requests, num_answers=sampling.n, reused_tokens=reused, short_context=self.model_config.short_context
         )
         number = self._start_generation(made)
-        return number, sampling, [notice] if notice else []
+        return number, [notice] if notice and notice != told else []
 
     def _start_generation(self, generation: Generation) -> int:
         """Give the cache to a new generation; returns its number."""

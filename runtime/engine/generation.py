@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from torch import Tensor
 
@@ -31,8 +31,6 @@ __all__ = [
     "requests_of",
     "rows_of",
 ]
-
-SamplingT = TypeVar("SamplingT", bound=SamplingConfig)
 
 
 class TextDecoder(Protocol):
@@ -143,7 +141,7 @@ class Request:
 
     @property
     def remaining(self) -> int:
-        """Tokens until `max_new_tokens`."""
+        """Tokens until its `max_new_tokens`."""
         return self._sampling.max_new_tokens - len(self.token_ids)
 
     def push(self, token_id: int) -> str:
@@ -319,34 +317,42 @@ def max_total_tokens(config: EngineConfig, model: LlamaConfig) -> int:
 
 
 def fit_new_tokens(
-    prompts: list[list[int]], sampling: SamplingT, config: EngineConfig, model: LlamaConfig
-) -> tuple[SamplingT, str | None]:
-    """Lower the default of `max_new_tokens` to what fits behind the longest prompt; a number that was given stays.
+    prompts: list[list[int]], sampling: SamplingConfig, config: EngineConfig, model: LlamaConfig
+) -> tuple[list[int], str | None]:
+    """The most tokens behind each prompt: `max_new_tokens` if it was given, else its default or what fits.
 
     Returns:
-        The settings, and a notice if they were changed.
+        A number for each prompt, and a notice if some are lower than the default.
     """
     longest, limit, default = max(map(len, prompts)), max_total_tokens(config, model), sampling.max_new_tokens
     if "max_new_tokens" in sampling.model_fields_set or not 0 < limit - longest < default:
-        return sampling, None
-    fitting = sampling.model_copy(update={"max_new_tokens": limit - longest})
+        return [default] * len(prompts), None
     name = "max_context" if config.max_context else model.longest_context_name
-    return fitting, (
-        f"max_new_tokens: {limit - longest} instead of {default}, the default: the prompt has {longest} tokens, "
+    what = "prompt" if len(prompts) == 1 else "longest prompt"
+    return [min(default, limit - len(ids)) for ids in prompts], (
+        f"max_new_tokens: {limit - longest} instead of {default}, the default: the {what} has {longest} tokens, "
         f"{name} is {limit}"
     )
 
 
 def requests_of(
-    prompts: list[list[int]], sampling: SamplingConfig, tokenizer: Tokenizer | None, model: LlamaConfig
+    prompts: list[list[int]],
+    new_tokens: list[int],
+    sampling: SamplingConfig,
+    tokenizer: Tokenizer | None,
+    model: LlamaConfig,
 ) -> list[Request]:
-    """A request for each row of the batch."""
-    stop_ids = list(sampling.stop_ids or ())
-    if tokenizer is None:
-        return [Request(ids, IdDecoder(), sampling, model.eos_token_ids, stop_ids) for ids in prompts]
-    eos, decoder = tokenizer.eos_token_ids, tokenizer.stream_decoder
-    stop_ids += [each for each in map(tokenizer.special_token_id, sampling.stop) if each is not None]
-    return [Request(ids, decoder(ids), sampling, eos, stop_ids, tokenizer.token_text) for ids in prompts]
+    """A request for each row of the batch. new_tokens: of `fit_new_tokens`, for each row."""
+    stop_ids, eos, token_text = list(sampling.stop_ids or ()), model.eos_token_ids, None
+    if tokenizer is not None:
+        eos, token_text = tokenizer.eos_token_ids, tokenizer.token_text
+        stop_ids += [each for each in map(tokenizer.special_token_id, sampling.stop) if each is not None]
+    requests = []
+    for ids, most in zip(prompts, new_tokens, strict=True):
+        decoder = IdDecoder() if tokenizer is None else tokenizer.stream_decoder(ids)
+        own = sampling.model_copy(update={"max_new_tokens": most})
+        requests.append(Request(ids, decoder, own, eos, stop_ids, token_text))
+    return requests
 
 
 def rows_of(prompts: list[list[int]], n: int) -> list[list[int]]:
@@ -377,10 +383,12 @@ def check_ids(ids: Iterable[int], where: str, model: LlamaConfig) -> None:
 
 
 def check_prompts(
-    prompts: list[list[int]], max_new_tokens: int, config: EngineConfig, model: LlamaConfig, mode: str
+    prompts: list[list[int]], new_tokens: list[int], config: EngineConfig, model: LlamaConfig, mode: str
 ) -> int:
-    """The tokens that the longest of these rows of a batch needs together with its answer.
+    """The most tokens that one of these rows of a batch needs together with its answer.
 
+    Args:
+        new_tokens: the most tokens of each answer.
     Raises:
         UserError: too many tokens for the model or `max_context`, too many requests for the transport or graph asked
             for, or an invalid token id.
@@ -395,17 +403,17 @@ def check_prompts(
         if not ids:
             raise UserError(f"prompt {index}: expected at least one token, found none")
         check_ids(ids, f"prompt {index}", model)
-    needed = max(map(len, prompts)) + max_new_tokens
+    needed, most_new = max((len(ids) + most, most) for ids, most in zip(prompts, new_tokens, strict=True))
     limit = max_total_tokens(config, model)
     if needed > limit:
         name = "max_context" if config.max_context else model.longest_context_name
         advice = "shorten the prompt"
-        if needed - max_new_tokens < limit:
+        if needed - most_new < limit:
             advice += " or lower --max-new-tokens"
         if limit < model.longest_context:
             advice += f", or raise --max-context (up to {model.longest_context})"
         raise UserError(
-            f"prompt: {needed} tokens needed ({needed - max_new_tokens} of prompt, {max_new_tokens} new), "
+            f"prompt: {needed} tokens needed ({needed - most_new} of prompt, {most_new} new), "
             f"{name} is {limit}; {advice}"
         )
     return needed

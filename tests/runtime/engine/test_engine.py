@@ -114,7 +114,7 @@ def test_a_cache_beyond_the_models_positions_is_refused() -> None:
         Engine.from_pretrained(transport="gloo", max_context=8193)
     engine = Engine.from_pretrained(transport="gloo", max_context=100)
     with pytest.raises(UserError, match=r"max_context is 100; .* or raise --max-context \(up to 8192\)"):
-        engine.check_prompts([[1] * 90], 11)
+        engine.check_prompts([[1] * 90], [11])
 
 
 def test_stream_takes_texts_ids_and_options(engine: Engine) -> None:
@@ -405,9 +405,9 @@ def test_batches_too_large_for_fused_kernels_run_eagerly_or_are_refused(tiny_fol
     assert engine.notices == ["33 requests: operations are launched one by one; captured steps serve up to 32"]
     for name, value in (("cuda_graph", "on"), ("transport", "symm"), ("transport", "host")):
         engine.config = EngineConfig.model_validate({name: value})
-        assert engine.check_prompts([[1]] * 32, 4) == 5
+        assert engine.check_prompts([[1]] * 32, [4] * 32) == 5
         with pytest.raises(UserError, match=f"{name}: {value} serves up to 32 requests, found 33; use auto, or fewer"):
-            engine.check_prompts([[1]] * 33, 4)
+            engine.check_prompts([[1]] * 33, [4] * 33)
 
 
 @pytest.mark.parametrize("mode", ["off", "simulated"])
@@ -496,9 +496,9 @@ def test_a_rank_reports_that_it_waits_for_ranks_that_do_not_start(
 
 def test_a_prompt_and_its_answer_may_fill_the_whole_context() -> None:
     torch.set_num_threads(1)
-    assert Engine.from_pretrained(transport="gloo").check_prompts([[1] * 8190], 2) == 8192
+    assert Engine.from_pretrained(transport="gloo").check_prompts([[1] * 8190], [2]) == 8192
     engine = Engine.from_pretrained(transport="gloo", max_context=40)
-    assert engine.check_prompts([[1] * 37, [1]], 3) == 40
+    assert engine.check_prompts([[1] * 37, [1]], [3, 39]) == 40
     assert len(list(engine.stream([1] * 37, max_new_tokens=3, ignore_eos=True))) == 3
 
 
@@ -539,7 +539,9 @@ def test_a_default_length_fits(tiny_folder: Path) -> None:
         UserWarning, match="max_new_tokens: 5 instead of 128, the default: .* 15 tokens, max_context is 20"
     ):
         found = small.generate([[1] * 15, [2]], ignore_eos=True)
-    assert [len(each.token_ids) for each in found] == [5, 5]
+    assert [len(each.token_ids) for each in found] == [5, 19]
+    assert [each.finish_reason for each in found] == ["length", "length"]
+    assert found[1].token_ids == small.generate([2], ignore_eos=True, max_new_tokens=19).token_ids
     with pytest.raises(UserError, match="21 tokens needed"):
         small.generate([1] * 15, max_new_tokens=6)
 

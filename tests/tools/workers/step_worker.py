@@ -63,7 +63,7 @@ def late_messages(longest_s: float) -> Iterator[None]:
 def run_case(engine: Engine, case: dict[str, Any]) -> dict[str, Any]:
     """Generate one batch. `load` resets the decode step and its priorities."""
     prompts = case["prompts"]
-    engine.load(len(prompts), engine.check_prompts(prompts, max(case["max_new_tokens"])))
+    engine.load(len(prompts), engine.check_prompts(prompts, [max(case["max_new_tokens"])] * len(prompts)))
     engine.decode_step.set_verdict_rule(case["threshold"])
     settings = case.get("sampling", {})
     samplings = [SamplingConfig(max_new_tokens=limit, **settings) for limit in case["max_new_tokens"]]
