@@ -4,9 +4,10 @@ The arguments are lm-eval's own command line. Every request is answered as lm-ev
 folder, in fp32 with the same numbers: token ids, what is cut, settings of generation, ends of answers.
 
 `model_args` are fields of `EngineConfig`, `threshold` (lambda, by default 0: full attention), `chunk` (S), and these of
-`HFLM`: `add_bos_token`, `prefix_token_id`, `chat_template_args`, `enable_thinking`, `think_end_token`. With a threshold
-above 0, likelihoods and answers are those of `simulated`: the context is read as a prompt, the continuation is decoded.
-`kv_cache` and `softmax` name the cache that likelihoods read. Tasks that generate need kv_cache bf16, softmax exact.
+`HFLM`: `add_bos_token`, `prefix_token_id`, `chat_template_args`, `enable_thinking`, `think_end_token`, and its names of
+`dtype`. With a threshold above 0, likelihoods and answers are those of `simulated`: the context is read as a prompt,
+the continuation is decoded. `kv_cache` and `softmax` name the cache that likelihoods read. Tasks that generate need
+kv_cache bf16, softmax exact.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ from typing import Any, cast
 
 import torch
 
-from alspec.config import SamplingConfig, validate
+from alspec.config import EngineConfig, SamplingConfig, nearest_name, validate
 from alspec.errors import AlspecError, UserError, report, show
 from alspec.models.checkpoint.source import model_path
 from alspec.models.generation_config import NEUTRAL_VALUES, notice_of_settings, read_generation_config
+from alspec.models.tokenizer.end_tokens import advised_eos_token_ids
 from alspec.models.tokenizer.tokenizer import Tokenizer
 from alspec.runtime.decode.decode_step import WARM_UP_TOKENS
 from alspec.runtime.engine.engine import Engine
@@ -36,6 +38,7 @@ from alspec.sas import Softmax
 __all__ = [
     "TaskTokenizer",
     "cache_setting",
+    "check_arguments",
     "generate_ids",
     "generation_defaults",
     "loglikelihood",
@@ -44,16 +47,22 @@ __all__ = [
     "model_class",
     "open_engine",
     "sampling_config",
+    "with_end_tokens",
 ]
 
 _LOG = logging.getLogger(__name__)
 PLAIN = CacheSetting()
 MAX_GEN_TOKS = 256  # of tasks that set no limit, as HFLM
-# transformers reads these only where it samples.
-_SAMPLING_ONLY = ("temperature", "top_k", "top_p", "min_p")
-_NO_EFFECT = ("use_cache", "early_stopping", "length_penalty")  # on the tokens of one beam
+# transformers reads these only where it samples. The last ones are refused.
+_SAMPLING_ONLY = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
+_NO_EFFECT = ("use_cache", "early_stopping", "length_penalty", "diversity_penalty")  # on the tokens of one beam
+_NEUTRAL = NEUTRAL_VALUES | {
+    "max_new_tokens": None, "top_h": None, "typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0,
+}  # fmt: skip
 _TRANSFORMERS_DEFAULTS = {"top_k": 50}  # of settings that neither the task nor the folder has
 _OWN_FIELDS = ("max_new_tokens", "stop", "n", "logprobs")  # of SamplingConfig, which a task cannot set by these names
+_HFLM_NAMES = {"pretrained": "model", "max_length": "max_context", "tokenizer": "model", "gguf_file": "model"}
+_SHORT_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _CHAT_TAG = "\ue000"  # a private character that marks the end of a message that is to be continued
 
 
@@ -72,8 +81,9 @@ class TaskTokenizer:
         self._tokenizer = tokenizer
         self._prefix = tokenizer.prefix_token_id if prefix_token_id is None else prefix_token_id
         self._bos_text = tokenizer.named_token("bos_token")
-        named = [] if self._bos_text is None else tokenizer.encode(self._bos_text, add_bos=False)
-        self._begin = tokenizer.encode("") if add_bos_token is None else named if add_bos_token else []
+        bos = None if self._bos_text is None else tokenizer.core.token_to_id(self._bos_text)
+        named = [bos] if add_bos_token and bos is not None else []
+        self._begin = tokenizer.encode("") if add_bos_token is None else named
 
     @property
     def prefix_token_id(self) -> int:
@@ -149,6 +159,21 @@ def open_engine(threshold: float = 0.0, chunk: int = 128, **options: Any) -> Eng
     return engine
 
 
+def check_arguments(options: dict[str, Any]) -> None:
+    """Refuse arguments that do not exist.
+
+    Raises:
+        UserError: names it, and what may be meant.
+    """
+    own = ["threshold", "chunk", "softmax", "add_bos_token", "prefix_token_id", "chat_template_args", "enable_thinking"]
+    known = [*(name for name in EngineConfig.model_fields if name != "speculation"), *own, "think_end_token"]
+    for name in options:
+        if name not in known and name != "speculation":
+            meant = _HFLM_NAMES.get(name) or nearest_name(name, known)
+            advice = f"use {meant}" if meant else "leave it out"
+            raise UserError(f"lm-eval: {name}: no such argument; {advice} (known are {', '.join(sorted(known))})")
+
+
 def max_length(engine: Engine) -> int:
     """The most tokens that the model reads: `max_context`, else its positions, without what RoPE scaling adds."""
     return engine.config.max_context or engine.model_config.max_position_embeddings
@@ -204,7 +229,7 @@ def loglikelihood(
 def generation_defaults(folder: Path) -> dict[str, Any]:
     """Settings that hold for tasks which do not set them: transformers' own, then those of generation_config.json."""
     given = read_generation_config(folder) if folder.is_dir() else {}
-    names = (*_SAMPLING_ONLY[1:], *NEUTRAL_VALUES)  # lm-eval always sets the temperature
+    names = {*_SAMPLING_ONLY[1:], *_NEUTRAL}  # lm-eval always sets the temperature
     return _TRANSFORMERS_DEFAULTS | {name: given[name] for name in names if given.get(name) is not None}
 
 
@@ -226,6 +251,8 @@ def sampling_config(
         values = {name: value for name, value in values.items() if name not in _SAMPLING_ONLY}
     elif not values.get("temperature"):
         raise UserError("lm-eval: temperature: expected more than 0 with do_sample, found 0 or none")
+    elif values.get("min_p") and (values.get("top_p") or 1.0) < 1.0:
+        raise UserError("lm-eval: min_p with top_p: transformers cuts by top_p first, here min_p does; leave one out")
     if values.get("top_k", 0) is None or values.get("top_k", 0) < 0:
         del values["top_k"]
     values = {name: value for name, value in values.items() if not _is_neutral(name, value)}
@@ -240,7 +267,15 @@ def sampling_config(
 
 def _is_neutral(name: str, value: Any) -> bool:
     """Whether a setting has no effect on the tokens."""
-    return name in _NO_EFFECT or (name in NEUTRAL_VALUES and value in (None, NEUTRAL_VALUES[name]))
+    return name in _NO_EFFECT or (name in _NEUTRAL and value in (None, _NEUTRAL[name]))
+
+
+def with_end_tokens(sampling: SamplingConfig, end_ids: Sequence[int]) -> SamplingConfig:
+    """The settings, with an answer that ends at these tokens and no others, but those that the settings name."""
+    if sampling.ignore_eos:
+        return sampling
+    stop_ids = tuple(sorted({*end_ids, *(sampling.stop_ids or ())}))
+    return sampling.model_copy(update={"ignore_eos": True, "stop_ids": stop_ids})
 
 
 def generate_ids(
@@ -346,11 +381,18 @@ def model_class() -> Any:
             **options: Any,
         ) -> None:
             super().__init__()
+            check_arguments(options)
+            dtype = options.pop("dtype", "auto")
+            if dtype != "auto":
+                options["dtype"] = _SHORT_DTYPES.get(dtype, dtype)
             self.cache = cache_setting(kv_cache, softmax)
             self.engine = open_engine(**options)
             self.tokenizer = self.engine.text_tokenizer("give a model folder", "lm-eval")
             self.texts = TaskTokenizer(self.tokenizer, add_bos_token, prefix_token_id)
-            self.defaults = generation_defaults(model_path(self.engine.config))
+            path = model_path(self.engine.config)
+            self.defaults = generation_defaults(path)
+            ends = advised_eos_token_ids(path) if path.is_dir() else self.engine.model_config.eos_token_ids
+            self.end_ids = [token_id for token_id in ends if token_id < self.engine.model_config.vocab_size]
             thinking = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
             self.template_variables = (chat_template_args or {}) | thinking
             self.think_end_token = think_end_token
@@ -433,7 +475,7 @@ def model_class() -> Any:
             until = handle_stop_sequences(values.pop("until"), self.tokenizer.named_token("eos_token"))
             count = values.pop("max_gen_toks")
             prompt_ids = self.texts.encode_prompt(context)
-            sampling = sampling_config(values, self.defaults, count, seed)
+            sampling = with_end_tokens(sampling_config(values, self.defaults, count, seed), self.end_ids)
             ids = generate_ids(self.engine, self.texts, prompt_ids, sampling, until)
             text, end = self.texts.decode(ids), self.think_end_token
             if end is not None and str(end).isdecimal():

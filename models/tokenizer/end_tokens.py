@@ -10,7 +10,7 @@ from alspec.models.checkpoint.files import is_there, read_json
 from alspec.models.generation_config import GENERATION_CONFIG, read_generation_config
 from alspec.models.tokenizer.tokenizer_config import is_token_id, read_tokenizer_config, special_tokens
 
-__all__ = ["NO_TOKEN", "eos_token_ids", "notice_of_end_tokens"]
+__all__ = ["NO_TOKEN", "advised_eos_token_ids", "eos_token_ids", "notice_of_end_tokens"]
 
 NO_TOKEN = -1  # id that some folders use for "no such token"
 
@@ -40,6 +40,19 @@ def eos_token_ids(raw: dict[str, Any], folder: Path) -> tuple[int, ...]:
                     f"found {show(outside)}; use files of the same model"
                 )
     return tuple(sorted(set().union(*found.values()) - _ordinary(raw, folder)))
+
+
+def advised_eos_token_ids(folder: Path) -> list[int]:
+    """The ids with which transformers ends a text: those of generation_config.json, without this file of config.json.
+
+    Raises:
+        UserError: ids that are none; names file and key.
+    """
+    path = folder / GENERATION_CONFIG
+    if is_there(path):
+        return sorted(_id_list(read_generation_config(folder), path))
+    path = folder / "config.json"
+    return sorted(_id_list(read_json(path, "for the end-of-text tokens"), path))
 
 
 def notice_of_end_tokens(folder: Path) -> str | None:

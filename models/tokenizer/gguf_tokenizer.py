@@ -61,7 +61,7 @@ def gguf_tokenizer(model: GgufModel, config: LlamaConfig) -> Tokenizer:
     adds_bos = kind == "llama" or _PRE_NAMES.get(str(read.get("pre"))) in _WHOLE
     core = _byte_level_core(read, tokens) if kind == "gpt2" else _sentencepiece_core(read, tokens)
     _add_special(core, read, tokens)
-    settings = {"add_bos_token": read.get("add_bos_token", adds_bos)}
+    settings: dict[str, Any] = {}
     for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
         token_id = read.token_id(key, len(tokens))
         if token_id is not None:
@@ -73,7 +73,7 @@ def gguf_tokenizer(model: GgufModel, config: LlamaConfig) -> Tokenizer:
         if for_tools is not None:  # as a folder lists named templates
             named = {"default": template, TOOLS_NAME: for_tools}
             settings["chat_template"] = [{"name": name, "template": each} for name, each in named.items()]
-    return Tokenizer(core, config, settings, model.path)
+    return Tokenizer(core, config, settings, model.path, read.get("add_bos_token", adds_bos) is True)
 
 
 class _Metadata:

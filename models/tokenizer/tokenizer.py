@@ -25,9 +25,6 @@ Prompt = str | Sequence[int]
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 PROMPT_CONTEXT = 8  # prompt tokens, at least, decoded in front of an answer; a character has up to 4 tokens
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
-# Tokenizer classes that obey `add_bos_token`, whatever tokenizer.json contains. None: a folder without a class has a
-# Llama tokenizer. Other classes, such as PreTrainedTokenizerFast, store the setting and ignore it.
-_FOLLOW_ADD_BOS = (None, "LlamaTokenizer", "LlamaTokenizerFast", "CodeLlamaTokenizer", "CodeLlamaTokenizerFast")
 
 
 class Tokenizer:
@@ -46,15 +43,18 @@ class Tokenizer:
         config: LlamaConfig,
         settings: dict[str, Any],
         folder: Path,
+        adds_bos: bool | None = None,
     ) -> None:
+        """adds_bos: whether texts begin with the begin token; None: with what the post-processor of `core` adds."""
         self._core = core
+        core.encode_special_tokens = settings.get("split_special_tokens") is True
         self._folder = folder
         self._settings = settings
         self._vocab_size = config.vocab_size
         self._special_tokens = special_tokens(settings)
         self.eos_token_ids = config.eos_token_ids
         self.bos_token_id = self._bos_token_id(config)
-        self._begin_ids = self._find_begin_ids(settings)  # ids that a text begins with
+        self._begin_ids = self._find_begin_ids(adds_bos)  # ids that a text begins with
         self._token_texts: dict[int, str] = {}  # of `token_text`, which log probabilities ask for again and again
         self._special_ids = {id_ for id_, token in core.get_added_tokens_decoder().items() if token.special}
 
@@ -114,16 +114,10 @@ class Tokenizer:
                 return self._core.token_to_id(token)
         return self._begin_ids[-1] if self._begin_ids else self.bos_token_id
 
-    def _find_begin_ids(self, settings: dict[str, Any]) -> list[int]:
-        """Return the ids that each text begins with: by `add_bos_token` if the class obeys it, else by tokenizer.json.
-
-        The ids of tokenizer.json may differ from the begin token of tokenizer_config.json.
-        """
-        adds_bos = settings.get("add_bos_token") if settings.get("tokenizer_class") in _FOLLOW_ADD_BOS else None
-        if adds_bos is False:
-            return []
-        if adds_bos is True and self.bos_token_id is not None:
-            return [self.bos_token_id]
+    def _find_begin_ids(self, adds_bos: bool | None) -> list[int]:
+        """Return the ids that each text begins with. Those of a post-processor may differ from the begin token."""
+        if adds_bos is not None:
+            return [self.bos_token_id] if adds_bos and self.bos_token_id is not None else []
         encoding = self._core.encode("a", add_special_tokens=True)
         # The mask is 1 for tokens that the post-processor added; only those before the text count.
         num_before = next((index for index, is_added in enumerate(encoding.special_tokens_mask) if not is_added), 0)
@@ -135,10 +129,10 @@ class Tokenizer:
         """Token ids of `text`.
 
         With `add_bos` the result begins with exactly one BOS, also if the text already begins with it. BOS is what
-        tokenizer.json puts in front, or the begin token where `add_bos_token: true` is obeyed. If the folder's
-        tokenizer adds no BOS (`add_bos_token: false`, or no such rule, as in SmolLM), none is added, because the model
-        was trained without it. With `add_bos=False` the text is encoded unchanged. Special tokens written out in `text`
-        become their ids.
+        tokenizer.json puts in front, whatever `add_bos_token` is, as in transformers 5; a GGUF file says so itself. If
+        the tokenizer adds no BOS, as in SmolLM, none is added, because the model was trained without it. With
+        `add_bos=False` the text is encoded unchanged. Special tokens written out in `text` become their ids, unless
+        tokenizer_config.json has `split_special_tokens: true`.
 
         Args:
             text: the text to encode.

@@ -19,7 +19,6 @@ from paths import ROOT
 from tiers import fast
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
-from alspec.config import SamplingConfig
 from alspec.errors import UserError
 from alspec.launch import lm_eval_model
 
@@ -240,18 +239,82 @@ def test_scaled_positions(tmp_path: Path, both: Callable[..., tuple[Any, Any]]) 
     assert ours.generate_until(asked, disable_tqdm=True) == oracle.generate_until(asked, disable_tqdm=True)
 
 
+def _with_generation_config(folder: Path, **values: Any) -> str:
+    """A folder whose generation_config.json has these settings, too."""
+    written, path = _write(folder, "begins"), folder / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+    return written
+
+
 def test_settings_of_the_folder_hold(tmp_path: Path, both: Callable[..., tuple[Any, Any]]) -> None:
-    folder = _write(tmp_path, "begins")
-    path = tmp_path / "generation_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"repetition_penalty": 1.7, "top_k": 5}))
-    ours, oracle = both(folder)
+    """And change the answer."""
     asked = requests(("Once upon a time", {"max_gen_toks": 16}))
+    ours, oracle = both(_with_generation_config(tmp_path / "set", repetition_penalty=1.7))
+    plain, _ = both(_write(tmp_path / "plain", "begins"))
+    answer = ours.generate_until(asked, disable_tqdm=True)
+    assert answer == oracle.generate_until(asked, disable_tqdm=True)
+    assert answer != plain.generate_until(asked, disable_tqdm=True)
+
+
+REFUSED: list[dict[str, Any]] = [
+    {"min_new_tokens": 12}, {"min_length": 30}, {"sequence_bias": [[[50], 30.0]]}, {"forced_eos_token_id": 1},
+    {"exponential_decay_length_penalty": [2, 5.0]}, {"encoder_repetition_penalty": 3.0}, {"max_new_tokens": 3},
+]  # fmt: skip
+SAMPLED: list[dict[str, Any]] = [{"typical_p": 0.2}, {"epsilon_cutoff": 0.5}, {"eta_cutoff": 0.5}]
+SAMPLED += [{"min_p": 0.3, "top_p": 0.5}]
+
+
+@pytest.mark.parametrize("values", [*REFUSED, *SAMPLED], ids=lambda values: next(iter(values)))
+def test_settings_of_the_folder_that_would_change_the_answer_are_refused(
+    values: dict[str, Any], tmp_path: Path, both: Callable[..., tuple[Any, Any]]
+) -> None:
+    """By their names. Settings of samples count only where a task samples."""
+    ours, oracle = both(_with_generation_config(tmp_path, **values))
+    greedy, name = requests(("Once upon a time", {"max_gen_toks": 16})), next(iter(values))
+    if values in SAMPLED:
+        assert ours.generate_until(greedy, disable_tqdm=True) == oracle.generate_until(greedy, disable_tqdm=True)
+    asked = greedy
+    if values in SAMPLED:
+        asked = requests(("Once upon a time", {"max_gen_toks": 16, "do_sample": True, "temperature": 0.9}))
+    with pytest.raises(UserError, match=f"lm-eval: {name}"):
+        ours.generate_until(asked, disable_tqdm=True)
+
+
+@pytest.mark.parametrize("advised", [[1], [1, 300], None], ids=str)
+def test_answers_end_at_the_tokens_of_generation_config(
+    advised: list[int] | None, tmp_path: Path, both: Callable[..., tuple[Any, Any]]
+) -> None:
+    """Also where config.json names others, special or not."""
+    folder = _write(tmp_path, "begins", eos_token_id=[1, 3, 105, 262])
+    path = tmp_path / "generation_config.json"
+    path.unlink() if advised is None else path.write_text(json.dumps({"eos_token_id": advised}))
+    ours, oracle = both(folder)
+    asked = requests(*((text, {"max_gen_toks": 40}) for text in ("the", "Once upon", "a cat", "there was", "read")))
     expected = oracle.generate_until(asked, disable_tqdm=True)
-    if "repetition_penalty" in SamplingConfig.model_fields:
-        assert ours.generate_until(asked, disable_tqdm=True) == expected
-    else:
-        with pytest.raises(UserError, match=r"lm-eval: repetition_penalty: 1\.7 cannot be applied"):
-            ours.generate_until(asked, disable_tqdm=True)
+    assert ours.generate_until(asked, disable_tqdm=True) == expected
+    assert len(set(map(len, expected))) > 1
+
+
+@pytest.mark.parametrize("kind", ["begins", "no-begin"])
+@pytest.mark.parametrize("own", [{"add_bos_token": True}, {"add_bos_token": False}, {"split_special_tokens": True}])
+def test_flags_of_the_tokenizer(
+    own: dict[str, bool], kind: str, tmp_path: Path, both: Callable[..., tuple[Any, Any]]
+) -> None:
+    """Of a Llama tokenizer, with tokenizer.json saying the same or the contrary."""
+    folder = _write(tmp_path, kind)
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_class": "LlamaTokenizer"} | own))
+    ours, oracle = both(folder)
+    asked = requests(("the cat", " sat"), ("", "the"), ("<|user|>the", " cat"))
+    expected = oracle.loglikelihood(asked, disable_tqdm=True)
+    for found, wanted in zip(ours.loglikelihood(asked, disable_tqdm=True), expected, strict=True):
+        assert found[0] == pytest.approx(wanted[0], rel=1e-5)
+
+
+def test_arguments_that_do_not_exist_are_named(folders: dict[str, str]) -> None:
+    for name, advice in (("pretrained", "use model"), ("max_length", "use max_context"), ("treshold", "use threshold")):
+        with pytest.raises(UserError, match=f"lm-eval: {name}: no such argument; {advice} "):
+            lm_eval_model.model_class()(**{name: folders["begins"]})
 
 
 def test_what_hflm_refuses_is_refused(folders: dict[str, str], both: Callable[..., tuple[Any, Any]]) -> None:

@@ -23,6 +23,7 @@ from alspec.launch.lm_eval_model import (
     loglikelihood,
     open_engine,
     sampling_config,
+    with_end_tokens,
 )
 from alspec.models.demo import DEMO_CHECKPOINT
 from alspec.runtime.engine.engine import Engine
@@ -113,7 +114,7 @@ def test_requests_that_cannot_be_answered_are_refused(engine: Engine, texts: Tas
     ("settings", "prefix", "begins"),
     [
         ({}, "<|bos|>", "<|bos|>"),
-        ({"add_bos_token": False, "tokenizer_class": "LlamaTokenizerFast"}, "<|bos|>", ""),
+        ({"add_bos_token": False, "tokenizer_class": "LlamaTokenizerFast"}, "<|bos|>", "<|bos|>"),
         ({"bos_token": None}, "<|eos|>", ""),
         ({"eos_token": None}, "<|bos|>", "<|bos|>"),
     ],
@@ -217,16 +218,18 @@ def test_settings_that_cannot_be_applied_are_refused(settings: dict[str, Any], m
         sampling_config(settings, NONE, 9)
 
 
-def test_a_penalty_is_applied_or_refused_by_its_name() -> None:
+def test_a_penalty_is_applied() -> None:
     penalty = {"repetition_penalty": 5.0}
     assert sampling_config({"repetition_penalty": 1.0}, NONE, 9) == SamplingConfig(max_new_tokens=9)
-    if "repetition_penalty" in SamplingConfig.model_fields:
-        assert getattr(sampling_config(penalty, NONE, 9), "repetition_penalty") == 5.0  # noqa: B009
-        assert getattr(sampling_config(NONE, penalty, 9), "repetition_penalty") == 5.0  # noqa: B009
-    else:
-        for settings, defaults in ((penalty, NONE), (NONE, penalty)):
-            with pytest.raises(UserError, match=r"lm-eval: repetition_penalty: 5\.0 cannot be applied"):
-                sampling_config(settings, defaults, 9)
+    assert sampling_config(penalty, NONE, 9).repetition_penalty == 5.0
+    assert sampling_config(NONE, penalty, 9).repetition_penalty == 5.0
+
+
+def test_end_tokens_replace_those_of_the_engine() -> None:
+    settings = with_end_tokens(SamplingConfig(stop_ids=(7,)), [1, 3])
+    assert (settings.ignore_eos, settings.stop_ids) == (True, (1, 3, 7))
+    endless = SamplingConfig(ignore_eos=True)
+    assert with_end_tokens(endless, [1, 3]) == endless
 
 
 def test_settings_of_a_folder(tmp_path: Path) -> None:
@@ -234,6 +237,9 @@ def test_settings_of_a_folder(tmp_path: Path) -> None:
     values = {"temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.1, "do_sample": True, "eos_token_id": [2, 3]}
     (tmp_path / "generation_config.json").write_text(json.dumps(values), encoding="utf-8")
     assert generation_defaults(tmp_path) == {"top_k": 50, "top_p": 0.9, "repetition_penalty": 1.1}
+    (tmp_path / "generation_config.json").write_text(json.dumps({"min_new_tokens": 4, "top_h": 0.4}), encoding="utf-8")
+    with pytest.raises(UserError, match="lm-eval: min_new_tokens: 4 cannot be applied"):
+        sampling_config(NONE, generation_defaults(tmp_path), 9)
 
 
 def test_a_threshold_simulates_speculation(engine: Engine, texts: TaskTokenizer) -> None:

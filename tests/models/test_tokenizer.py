@@ -140,17 +140,13 @@ def test_one_bos(byte_level: Tokenizer) -> None:
     [
         (True, {"bos_token": "<|begin|>"}, None, True),
         (False, {"bos_token": "<|begin|>"}, None, False),
-        (False, {"bos_token": "<|begin|>", "add_bos_token": True}, None, True),
-        (True, {"bos_token": "<|begin|>", "add_bos_token": False}, None, False),
+        (False, {"bos_token": "<|begin|>", "add_bos_token": True}, None, False),
+        (True, {"bos_token": "<|begin|>", "add_bos_token": False}, None, True),
         (True, {"bos_token": {"content": "<|begin|>"}, "add_bos_token": None}, None, True),
         (True, {}, 0, True),
         (True, {}, None, True),
         (True, {"bos_token": None}, None, True),
         (False, {"add_bos_token": True}, None, False),
-        (True, {"bos_token": "<|begin|>", "add_bos_token": False, "tokenizer_class": "LlamaTokenizer"}, None, False),
-        (False, {"bos_token": "<|begin|>", "add_bos_token": True, "tokenizer_class": "LlamaTokenizerFast"}, None, True),
-        (True, {"bos_token": "<|begin|>", "add_bos_token": False, "tokenizer_class": FAST}, None, True),
-        (False, {"bos_token": "<|begin|>", "add_bos_token": True, "tokenizer_class": FAST}, None, False),
     ],
 )
 def test_the_folder_decides_whether_texts_begin_with_bos(

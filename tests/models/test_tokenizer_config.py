@@ -97,6 +97,27 @@ def test_words_that_are_named_as_special_tokens_are_special(
         assert (tokenizer.special_token_id(words[token_id]) is not None) == (token_id in oracle.all_special_ids)
 
 
+@pytest.mark.parametrize("name", ["PreTrainedTokenizerFast", "LlamaTokenizer", "LlamaTokenizerFast"])
+@pytest.mark.parametrize("has_rule", [True, False])
+@pytest.mark.parametrize(
+    "own", [{}, {"add_bos_token": True}, {"add_bos_token": False}, {"split_special_tokens": True}], ids=str
+)
+def test_texts_are_those_of_transformers_whatever_the_flags(
+    own: dict[str, Any], has_rule: bool, name: str, write: Callable[..., Path]
+) -> None:
+    """transformers 5 adds what tokenizer.json has in front of a text, and leaves `add_bos_token` alone."""
+    from transformers import AutoTokenizer
+
+    folder = write({"tokenizer_class": name, "bos_token": "<|begin|>", "eos_token": "<|end|>"} | own)
+    if not has_rule:
+        content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+        (folder / "tokenizer.json").write_text(json.dumps(content | {"post_processor": None}), encoding="utf-8")
+    tokenizer, oracle = load(folder), AutoTokenizer.from_pretrained(folder)
+    for text in ("the cat", "the<|end|> cat", ""):
+        assert tokenizer.encode(text) == oracle(text)["input_ids"]
+        assert tokenizer.encode(text, add_bos=False) == oracle(text, add_special_tokens=False)["input_ids"]
+
+
 def test_a_token_that_the_settings_make_special_is_not_printed(
     write: Callable[..., Path], byte_level_core: Callable[[], Core]
 ) -> None:
