@@ -427,8 +427,9 @@ def _bos_token_id(config: ConfigFile) -> Any:
 
 
 def _dtype(raw: dict[str, Any], path: Path) -> DType:
-    """The published dtype. If absent: fp32, which loses no bits."""
-    value = raw.get("dtype") or raw.get("torch_dtype") or "float32"
+    """The published dtype. If absent or "auto": fp32, which loses no bits."""
+    given = (raw.get("dtype"), raw.get("torch_dtype"))
+    value = next((value for value in given if value and value != "auto"), "float32")
     dtype = SHORT_DTYPES.get(str(value).removeprefix("torch."))
     if dtype is None:
         raise UserError(f"{path}: torch_dtype: expected {', '.join(SHORT_DTYPES)}, found {show(value)}; correct it")

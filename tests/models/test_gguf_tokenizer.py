@@ -15,12 +15,16 @@ import regex
 gguf = pytest.importorskip("gguf")
 
 from gguf_files import VOCAB, write_gguf  # noqa: E402
+from paths import SHARED  # noqa: E402
 from tokenizers import Tokenizer as Core  # noqa: E402
 from tokenizers import models, pre_tokenizers, trainers  # noqa: E402
 
 from alspec.config import EngineConfig  # noqa: E402
 from alspec.errors import UserError  # noqa: E402
+from alspec.models.checkpoint.gguf_header import GgufModel  # noqa: E402
 from alspec.models.checkpoint.source import has_tokenizer, model_config, model_path, open_tokenizer  # noqa: E402
+from alspec.models.llama_config import LlamaConfig  # noqa: E402
+from alspec.models.tokenizer.gguf_tokenizer import gguf_tokenizer  # noqa: E402
 from alspec.models.tokenizer.tokenizer import Tokenizer  # noqa: E402
 
 NORMAL, UNKNOWN, CONTROL, USER, BYTE = 1, 2, 3, 4, 6
@@ -275,3 +279,23 @@ def test_smollm2_equals_the_tokenizer_of_transformers() -> None:
     messages = [{"role": "user", "content": "Hello there"}]
     expected = reference.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert tokenizer.apply_chat_template(messages) == expected
+
+
+def test_a_published_vocabulary_gives_the_ids_of_its_tokenizer(tmp_path: Path) -> None:
+    """Llama 3's, as a converter writes it, beside tokenizer.json on its own vectors and on random texts."""
+    folder = SHARED / "hf" / "llama3"
+    if not folder.exists():
+        pytest.skip("needs the Llama 3 tokenizer in shared/hf/llama3")
+    raw = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    core = Core.from_file(str(folder / "tokenizer.json"))
+    tokens = [name for name, _ in sorted(core.get_vocab(with_added_tokens=True).items(), key=lambda item: item[1])]
+    special = {entry["id"] for entry in raw["added_tokens"]}
+    types = [CONTROL if token_id in special else NORMAL for token_id in range(len(tokens))]
+    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in raw["model"]["merges"]]
+    values = {"model": "gpt2", "pre": "llama-bpe", "tokens": tokens, "token_type": types, "merges": merges}
+    values |= {"bos_token_id": 128000, "eos_token_id": 128009}
+    model = GgufModel(tmp_path / "no.gguf", {f"tokenizer.ggml.{name}": value for name, value in values.items()}, {}, {})
+    tokenizer = gguf_tokenizer(model, LlamaConfig.from_shape("llama-3.1-8b"))
+    texts = (folder / "llama-bpe.inp").read_text(encoding="utf-8").split("\n__ggml_vocab_test__\n")
+    for text in [*texts, *random_texts(500), "<|eot_id|>a<|begin_of_text|> b", *random_texts(100, 1)]:
+        assert tokenizer.encode(text) == core.encode(text).ids, text

@@ -322,7 +322,12 @@ def test_a_name_on_a_hub_is_not_a_folder(name: str, tmp_path: Path, monkeypatch:
         ({"rope_scaling": {"type": ["linear"], "factor": 2.0}}, ["rope_type", "['linear']"]),
         ({"rope_scaling": "linear"}, ["rope_scaling", "an object", "'linear'"]),
         ({"rope_scaling": {"type": "linear"}}, ["rope_scaling.factor", "none"]),
-        ({"rope_scaling": {"type": "linear", "factor": 0.5}}, ["rope_scaling: factor", "0.5"]),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, ["rope_scaling: factor", "0"]),
+        ({"rope_scaling": {"type": "yarn", "factor": None}}, ["rope_scaling.factor", "yarn scaling needs it"]),
+        (
+            {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}},
+            ["rope_parameters.full_attention: settings for each kind of layer are not supported"],
+        ),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ["rope_scaling.low_freq_factor", "none"]),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, ["rope_parameters.low_freq_factor", "none"]),
         ({"rope_parameters": {"type": "yarn"}}, ["rope_parameters.factor", "yarn scaling needs it"]),

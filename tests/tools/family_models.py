@@ -24,6 +24,8 @@ TINY: dict[str, Any] = {
     "pad_token_id": None,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+LLAMA_3 = {"rope_type": "llama3", "rope_theta": 10_000.0, "factor": 4.0, "low_freq_factor": 1.0}
+LLAMA_3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 SHORT, LONG = [1.0, 1.1, 1.2, 1.4, 1.7, 2.0, 2.5, 3.0], [1.0, 1.5, 2.5, 4.0, 8.0, 12.0, 16.0, 30.0]  # as needed
 LONGROPE = {"rope_type": "longrope", "rope_theta": 10_000.0, "short_factor": SHORT, "long_factor": LONG}
 # Case -> family of transformers, and fields of its configuration.
@@ -67,6 +69,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "yarn": ("Qwen2", {"rope_parameters": YARN}),
     "yarn-mscale": ("Llama", {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.3, "beta_fast": 8}}),
     "yarn-factor": ("Mistral", {"rope_parameters": YARN | {"attention_factor": 0.8, "truncate": False}}),
+    "linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.5}}),
+    "llama3": ("Llama", {"rope_parameters": LLAMA_3}),
+    "dynamic-long": (
+        "Qwen2",
+        {
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 6.0},
+            "max_position_embeddings": 64,
+        },
+    ),
     "dynamic-short": ("Llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 3.0}}),
 }
 

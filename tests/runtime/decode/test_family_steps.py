@@ -14,7 +14,7 @@ from model_runner import load_model
 from paths import WORKERS
 from tiers import fast
 
-from alspec.config import SamplingConfig, SpeculationConfig
+from alspec.config import QUANTISED_CODECS, SamplingConfig, SpeculationConfig
 from alspec.runtime.cache.codecs import new_cache
 from alspec.runtime.decode.eager_step import DecodeState, EagerStep
 from alspec.runtime.decode.hooks import no_hook
@@ -52,7 +52,10 @@ def test_tokens_are_those_of_transformers(case: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("case", "world_size", "num_kv_heads"),
     fast(
-        [("qwen3-biases", 2, 1), ("llama-biases", 2, 2), ("qwen3-biases", 4, 2), ("qwen3-window", 2, 2)],
+        [
+            *(("qwen3-biases", 2, 1), ("llama-biases", 2, 2), ("qwen3-biases", 4, 2), ("qwen3-window", 2, 2)),
+            *((case, 2, 2) for case in ("qwen2", "phi3-partial", "yarn-mscale", "dynamic-long", "linear")),
+        ],
         [("qwen3-biases", 2, 1)],
     ),
     ids=str,
@@ -84,6 +87,9 @@ PAIRS = [
     ("qwen2", "turboquant3", 2, None, 0),
     ("phi3-long", "bf16", 2, None, 0),
     ("phi3-long", "bf16", 4, None, 1),
+    *(("qwen3-biases", codec, 2, None, 0) for codec in QUANTISED_CODECS if codec not in ("turboquant3", "hybrid-k4v3")),
+    ("llama-biases", "hybrid-k4v3", 2, None, 0),
+    *(("phi3", codec, 2, None, 1) for codec in ("turbo2", "turbo-mixed", "turboquant4", "hybrid-k4v2")),
     ("phi3-partial-long", "bf16", 2, None, 1),
 ]
 
