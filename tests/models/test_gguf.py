@@ -19,7 +19,6 @@ gguf = pytest.importorskip("gguf")
 
 import smollm2  # noqa: E402
 from gguf_files import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, LAYERS, MLP, QUANTISED, TYPES, VOCAB, write_gguf  # noqa: E402
-from paths import ROOT  # noqa: E402
 
 from alspec import Engine  # noqa: E402
 from alspec.config import EngineConfig  # noqa: E402
@@ -384,13 +383,12 @@ def test_smollm2_gives_the_tokens_of_transformers(smollm2_path: Path, smollm2_re
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("length", [37, 3000, 7000])
+@pytest.mark.parametrize("length", smollm2.BOOKS)
 def test_smollm2_gives_the_tokens_of_transformers_after_long_prompts(length: int, smollm2_reference: Any) -> None:
     """On a GPU by captured steps."""
-    text = "".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md")))
     with Engine.from_pretrained(smollm2.NAME, dtype="fp32") as engine:
         assert engine.tokenizer is not None
-        ids = engine.tokenizer.encode(text)[:length]
+        ids = smollm2.from_books(engine.tokenizer, length)
         found = [token.token_id for token in engine.stream(ids, max_new_tokens=200, ignore_eos=True)]
         assert engine.uses_graph == (engine.device.type == "cuda")
     assert found == smollm2.greedy(smollm2_reference, ids, 200)

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import smollm2
 from gpu_jobs import needs
-from paths import ROOT
 
 from alspec.config import EngineConfig
 from alspec.models.checkpoint.source import model_config, open_tokenizer
@@ -19,13 +18,12 @@ NEW_TOKENS = 200
 PAIR = ("--speculation", "paired", "--threshold", 0)
 
 
-@pytest.fixture(scope="module", params=[37, 3000, 7000])
+@pytest.fixture(scope="module", params=smollm2.BOOKS)
 def example(request: pytest.FixtureRequest) -> tuple[list[int], list[int]]:
     """A prompt, and the tokens that transformers generates behind it."""
     model = smollm2.reference(smollm2.installed())
     config = EngineConfig(model=smollm2.NAME)
-    text = "".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md")))
-    ids = open_tokenizer(config, model_config(config)).encode(text)[: request.param]
+    ids = smollm2.from_books(open_tokenizer(config, model_config(config)), request.param)
     return ids, smollm2.greedy(model, ids, NEW_TOKENS)
 
 
