@@ -22,6 +22,7 @@ from alspec.errors import UserError
 from alspec.launch.plots.plot_link import LINK_STYLES, draw_link, link_outcomes, relabel
 from alspec.launch.terminal.flags import Parser, check_picture
 from alspec.launch.terminal.output import exit_code, writing
+from alspec.runtime.profiling.kernel_names import BESIDE
 
 __all__ = ["main"]
 
@@ -154,7 +155,7 @@ def active_bars(event: dict[str, Any]) -> list[dict[str, Any]]:
     when it was ready.
     """
     args = event["args"]
-    if not args.get("open", True) or event["name"] == "message":
+    if not args.get("open", True) or event["name"] in BESIDE:
         return []
     begin = max(event["ts"], args.get("ready_us", event["ts"]))
     named = {name: args[name] for name in ("step", "layer")} | {"kernel": args.get("kernel", "")}

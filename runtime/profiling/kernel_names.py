@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 __all__ = [
+    "BESIDE",
     "LIBRARY_PRODUCTS",
     "PRE_ATTENTION",
     "STEP_END",
@@ -28,8 +29,10 @@ _OPERATIONS = {
     "choose_x": "handover",
     "await_ending": "handover",
     "replace_newest": "handover",
-    "note_arrival": "message",  # on streams of their own, like NCCL's kernels of the link
-    "Broadcast": "message",
+    "take_recall_lists": "embed",
+    "choose_recall_lists": "lists",
+    "note_arrival": "message",
+    "Broadcast": "message",  # NCCL's kernels of the link
     "lean_": "full_attention",
     "quantised_decode": "full_attention",
     "quantised_combine": "full_attention",
@@ -46,6 +49,7 @@ _OPERATIONS = {
 }
 
 
+BESIDE = ("lists", "message")  # operations on streams of their own: no other kernel of a step waits for their end
 # The kernels that end a product of the library, which is in front of them (kernels/linear/gemm_products.py).
 LIBRARY_PRODUCTS = ("_scale_kernel", "_silu_kernel", "_push_products")
 

@@ -21,7 +21,7 @@ from alspec.errors import AlspecError
 from alspec.runtime.decode.decode_step import StepRecord
 from alspec.runtime.engine.engine import Engine
 from alspec.runtime.faults.heartbeat import LOADING
-from alspec.runtime.profiling.kernel_names import LIBRARY_PRODUCTS, STEP_END, Row, operation_of, work_us
+from alspec.runtime.profiling.kernel_names import BESIDE, LIBRARY_PRODUCTS, STEP_END, Row, operation_of, work_us
 from alspec.runtime.profiling.link_trace import is_linked, mark_linked
 
 __all__ = ["TRACE_STEPS", "kernel_rows", "label", "layer_parts", "step_kernels"]
@@ -140,8 +140,8 @@ def _steps(rows_by_rank: list[list[Row]]) -> list[list[list[Row]]]:
         steps: list[list[Row]] = [[] for _ in range(num_steps)]
         for row in rows:
             steps[row["step"] - 1].append(row)
-        # Messages of a link may arrive in the next step.
-        counts = [Counter(row["kernel"] for row in step if operation_of(row["kernel"]) != "message") for step in steps]
+        # What runs beside a step may end in the next one.
+        counts = [Counter(row["kernel"] for row in step if operation_of(row["kernel"]) not in BESIDE) for step in steps]
         most = max(counts, key=Counter.total, default=Counter())
         for step, count in enumerate(counts, start=1):
             if count != most or not count:
@@ -157,10 +157,9 @@ def _label_rows(steps: list[list[Row]], is_pair: bool) -> list[Row]:
     """One rank's rows with `op`, `layer`, `ready_us` and `open`."""
     labelled: list[Row] = []
     for rows in steps:
-        # Messages of a link run beside the step: no kernel waits for their end.
         labels = _ops_and_layers([row["kernel"] for row in rows], is_pair)
-        ends_us = [0.0 if op == "message" else row["end_us"] for row, (op, _) in zip(rows, labels, strict=True)]
-        ready_us = max((row["end_us"] for row in labelled if row["op"] != "message"), default=0.0)
+        ends_us = [0.0 if op in BESIDE else row["end_us"] for row, (op, _) in zip(rows, labels, strict=True)]
+        ready_us = max((row["end_us"] for row in labelled if row["op"] not in BESIDE), default=0.0)
         *ready, _ = accumulate(ends_us, max, initial=ready_us)
         labelled += [
             {"op": op, "layer": layer} | row | {"ready_us": since_us, "open": True}
@@ -176,8 +175,9 @@ def _ops_and_layers(names: list[str], is_pair: bool) -> list[tuple[str, int]]:
     op, layer = "embed", -1
     found = []
     for index, name in enumerate(names):
-        if operation_of(name) == "message":
-            found.append(("message", max(layer, 0)))
+        beside = operation_of(name)
+        if beside in BESIDE:
+            found.append((beside, max(layer, 0)))
             continue
         last, op = op, operation_of(name) or op
         if op == "full_attention" and not is_pair:
@@ -197,7 +197,7 @@ def _with_library_products(names: list[str]) -> list[str]:
     for name in reversed(names):
         if operation_of(name) is None:
             name = following if any(part in following for part in LIBRARY_PRODUCTS) else name
-        elif operation_of(name) != "message":
+        elif operation_of(name) not in BESIDE:
             following = name
         named.append(name)
     return named[::-1]

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from statistics import median
 
-from alspec.runtime.profiling.kernel_names import PRE_ATTENTION, Row, operation_of, work_us
+from alspec.runtime.profiling.kernel_names import BESIDE, PRE_ATTENTION, Row, operation_of, work_us
 
 __all__ = ["is_linked", "link_parts", "mark_linked"]
 
@@ -71,7 +71,7 @@ def _mark_verifier(rows: list[Row], hits: Sequence[int], taken: Sequence[bool]) 
     decided = -1  # the layer of the last verdict
     for row in rows:
         layer, kernel = row["layer"], row["kernel"]
-        if layer >= len(hits) or row["op"] == "message":
+        if layer >= len(hits) or row["op"] in BESIDE:
             continue
         if row["op"] == "verdict":
             decided = layer
@@ -110,7 +110,7 @@ def _bases(speculators: list[list[Row]], hits: Sequence[int]) -> list[int]:
 def _mark_speculator(rows: list[Row], hits: Sequence[int], bases: Sequence[int]) -> None:
     for row in rows:
         layer = row["layer"]
-        if row["op"] == "message":
+        if row["op"] in BESIDE:
             continue
         if row["op"] == "full_attention":
             row["op"] = "predictor"
@@ -143,7 +143,7 @@ def link_parts(labelled: list[list[Row]], verdicts: list[list[int]]) -> dict[str
     rejected_us: list[float] = []
     before_us = None
     for step, hits in enumerate(verdicts, start=1):
-        own = [row for row in verifier if row["step"] == step and row["op"] != "message"]
+        own = [row for row in verifier if row["step"] == step and row["op"] not in BESIDE]
         begins, taken = _layer_begins(own), {row["layer"] for row in own if row.get("taken")}
         for layer, (begin, end) in enumerate(pairwise(begins)):
             if layer in taken:
@@ -157,7 +157,7 @@ def link_parts(labelled: list[list[Row]], verdicts: list[list[int]]) -> dict[str
             parts["fixed"].append(head + tail)
             parts["step"].append(end_us - before_us)
         before_us = end_us
-        others = [row for row in speculator if row["step"] == step and row["op"] != "message"]
+        others = [row for row in speculator if row["step"] == step and row["op"] not in BESIDE]
         took = {row["layer"] for row in others if row.get("taken")}
         for layer, (begin, end) in enumerate(pairwise(_layer_begins(others)), start=1):
             if layer not in took:

@@ -16,6 +16,7 @@ CLOSED_US = 0.25
 # Time of an open kernel from when it may begin.
 WORK_US = {
     "_embed_norm_kernel": 3.0,
+    "_take_recall_lists_kernel": 1.5,
     "_qkv_rope_append_kernel": 9.0,
     "_update_roles_kernel": 1.0,
     "_kv_compact_kernel": 2.5,
@@ -37,8 +38,8 @@ POST = ("push_partial", "reduce_norm", "gate_up_silu", "push_partial", "reduce_n
 class Job:
     """Two groups of `tp_size` ranks that follow `alspec.priority`, with dependent launches that start early."""
 
-    def __init__(self, tp_size: int, first: int, quantised: bool = False) -> None:
-        self.quantised = quantised
+    def __init__(self, tp_size: int, first: int, quantised: bool = False, recalls: bool = False) -> None:
+        self.quantised, self.recalls = quantised, recalls
         self.rows: list[list[dict[str, Any]]] = [[] for _ in range(2 * tp_size)]
         self.is_open: list[list[bool]] = [[] for _ in range(2 * tp_size)]
         self.now = [0.0] * (2 * tp_size)
@@ -59,12 +60,22 @@ class Job:
                 self.now[rank] = end
         return begin
 
+    def choose_lists(self, group: int) -> None:
+        """On a stream of its own: it ends behind kernels that are launched later."""
+        for rank in range(len(self.now)):
+            if rank * 2 // len(self.now) == group:
+                times = {"start_us": self.now[rank], "end_us": self.now[rank] + 10.0}
+                self.rows[rank].append({"kernel": "_choose_recall_lists_kernel", "step": self.step} | times)
+                self.is_open[rank].append(True)
+
     def run(self, verdicts: list[int]) -> float:
         """Run one step. Returns its time."""
         self.step += 1
         begun = self.now[0]
         for group in (0, 1):
             self.launch(group, "embed")
+            if self.recalls:
+                self.launch(group, "take_recall_lists")
         waiting, verdict_at = -1, 0.0
         for verdict in verdicts:
             for group in (0, 1):
@@ -95,6 +106,8 @@ class Job:
             self.launch(group, "update_roles", not_before=verdict_at if group == waiting else 0.0)
             sent = self.now[-1 if sends else 0]
             self.launch(group, "receive_residual", group != sends, sent)
+            if self.recalls:
+                self.choose_lists(group)
             if self.quantised:
                 self.launch(group, "kv_compact")
             self.launch(group, "push_partial")
@@ -147,24 +160,25 @@ VERDICTS = {
 }
 
 
-@pytest.mark.parametrize("quantised", [False, True])
+@pytest.mark.parametrize(("quantised", "recalls"), [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize("tp_size", [1, 2])
 @pytest.mark.parametrize("name", VERDICTS)
-def test_labels_of_a_pair(name: str, tp_size: int, first: int, quantised: bool) -> None:
+def test_labels_of_a_pair(name: str, tp_size: int, first: int, quantised: bool, recalls: bool) -> None:
     """Operation and layer of every kernel. A kernel is closed if the priority of its group skips it."""
-    job = Job(tp_size, first, quantised)
+    job = Job(tp_size, first, quantised, recalls)
     for verdicts in VERDICTS[name]:
         job.run(verdicts)
     labelled = label(job.rows, VERDICTS[name])
     layer_ops = ["pre_attention", "handover", "full_attention", "full_attention", "verdict", "handover"]
     layer_ops += ["post_attention"] * 5
-    expected = [("embed", 0), *((op, layer) for layer in range(NUM_LAYERS) for op in layer_ops)]
-    expected += [("agree", NUM_LAYERS)] * 2 + [("lm_head", NUM_LAYERS)] * (3 + quantised)
+    expected = [("embed", 0)] * (1 + recalls) + [(op, layer) for layer in range(NUM_LAYERS) for op in layer_ops]
+    expected += [("agree", NUM_LAYERS)] * 2 + [("lists", NUM_LAYERS - 1)] * recalls
+    expected += [("lm_head", NUM_LAYERS)] * (3 + quantised)
     for rows, is_open in zip(labelled, job.is_open, strict=True):
         assert [(row["op"], row["layer"]) for row in rows] == expected * 3
         assert [row["open"] for row in rows] == is_open
-        for before, after in pairwise(rows):
+        for before, after in pairwise(row for row in rows if row["op"] != "lists"):
             assert after["start_us"] < after["ready_us"] == before["end_us"]
 
 
