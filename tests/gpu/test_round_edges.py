@@ -60,6 +60,28 @@ def test_rounds_around_the_edge_of_a_block(codec: str) -> None:
                 assert len(alone.token_ids) == count
 
 
+@pytest.mark.filterwarnings("ignore:max_new_tokens")
+@pytest.mark.parametrize("codec", ["bf16", "turbo4"])
+def test_answers_with_different_room(codec: str) -> None:
+    """By default each has what fits: one token, 20 and 128. A text that fills the cache stays as it is."""
+    ids, room = licence_ids(), [1, 20, 128]
+    prompts = [ids[40 * count :][: 320 - count] for count in room[:2]] + [ids[:37]]
+    options: dict[str, Any] = {"dtype": "fp32", "kv_cache": codec, "max_context": 320}
+    with Engine.from_pretrained(**options) as engine:
+        alone = []
+        for prompt, count in zip(prompts, room, strict=True):
+            how = SamplingConfig(max_new_tokens=count, ignore_eos=True, logprobs=2)
+            alone.append(clear_tokens(answers_of(engine, [prompt], how)[0], codec))
+    how = SamplingConfig(ignore_eos=True, logprobs=2)
+    for drafts in ({}, *({"draft": draft, "draft_tokens": 4, "draft_always": True} for draft in DRAFTS)):
+        with Engine.from_pretrained(**options, **drafts) as engine:
+            for _ in range(2):  # and again, behind what the first answers left
+                together = answers_of(engine, prompts, how)
+                assert [len(answer.token_ids) for answer in together] == room
+                for answer, tokens in zip(together, alone, strict=True):
+                    assert answer.token_ids[: len(tokens)] == tokens, drafts
+
+
 @pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.parametrize("spoils_draft", [False, True])
 def test_bad_numbers_inside_a_round(draft: str, spoils_draft: bool) -> None:
