@@ -269,6 +269,7 @@ class SamplingConfig(ChoiceConfig):
     n: Int = Field(
         default=1,
         ge=1,
+        le=16384,
         description="answers to each prompt, printed as lines of JSON",
         json_schema_extra={"flag": "answers"},  # torchrun takes --n for an abbreviation of its own flags
     )

@@ -103,16 +103,19 @@ class CapturedStep:
         self._live = [True] * self._batch_size  # the flags that the devices of a pair have
         self._live_flags = pinned(self._batch_size, device=self._device).fill_(1)  # source of the copy to the device
 
-    def _choose_first_lists(self, prompt_queries: Tensor) -> None:
-        """Choose the first recall lists by attention of each prompt's last token."""
+    def _choose_first_lists(self, prompt_queries: Tensor, continued: list[int], lists: Tensor | None) -> None:
+        """Choose the first recall lists by attention of each prompt's last token; requests that go on keep theirs."""
         decoder, speculation = self._decoder, self._speculation
         assert speculation is not None
+        assert speculation.recall is not None
         if self._prompt_attention is None:
             self._prompt_attention = DecodeAttention(
                 decoder.cache.layers, prompt_queries.shape[2], speculation.chunk_size, decoder.cache.sm_scale,
                 self._device, speculation.recall,
             )  # fmt: skip
         self._prompt_attention.recall_prompts(prompt_queries, decoder.buffers.seq_lens - 1)
+        if lists is not None:
+            speculation.recall.lists[:, continued] = lists[:, continued]
         decoder.publish_lists()
 
     def set_verdict_rule(self, threshold: float, forced: Tensor | None = None) -> None:
@@ -168,11 +171,13 @@ class CapturedStep:
         seq_lens: list[int],
         seen: Tensor | None = None,
         prompts: Sequence[Sequence[int]] | None = None,
+        continued: Sequence[int] = (),
     ) -> None:
         """Set tokens and lengths, and drop steps in flight. See `DecodeStep.begin`."""
+        lists = self._decoder.next_lists() if continued else None
         self._decoder.begin(token_ids, seq_lens)
         if prompts is not None and self.prompt_queries is not None:
-            self._choose_first_lists(self.prompt_queries)
+            self._choose_first_lists(self.prompt_queries, list(continued), lists)
         self._choice.begin(seen)
         self._num_tokens = sum(seq_lens)
         if self.pair_policy is not None:

@@ -96,6 +96,7 @@ class DecodeStep(Protocol):
         seq_lens: list[int],
         seen: Tensor | None = None,
         prompts: Sequence[Sequence[int]] | None = None,
+        continued: Sequence[int] = (),
     ) -> None:
         """Set each request's newest token, and its length with this token.
 
@@ -104,6 +105,7 @@ class DecodeStep(Protocol):
                 (kernels/sampling/adjustment.py). The step may change it.
             prompts: the tokens before the newest one, for drafts. Their last queries are in `prompt_queries`, and
                 choose the first recall lists. Default: not known; the first step recalls no block.
+            continued: requests that were in the last step and go on as they are: they keep their recall lists.
         """
 
     def step(self, remaining: int, live: list[bool] | None = None) -> StepRecord:

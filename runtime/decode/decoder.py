@@ -185,6 +185,10 @@ class Decoder:
     def release(self) -> None:
         """Wait for what was launched beside steps."""
 
+    def next_lists(self) -> Tensor | None:
+        """A copy of the recall lists of the next step, [L, B, Hkv, M] int32; None if blocks are not recalled."""
+        return None
+
     def publish_lists(self) -> None:
         """Use the lists in `SpeculationState.recall`, which were written since `begin`, in the next step."""
 

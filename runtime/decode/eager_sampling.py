@@ -46,7 +46,7 @@ def gumbel(seed: int, request: Tensor, position: Tensor, tokens: Tensor) -> Tens
     """Gumbel noise: -log(-log u), where u is uniform, from `philox` at the counter (position, request, token, 0).
 
     Args:
-        seed: 64 bits, the key.  request, position: [B] int64, below 2^32.  tokens: [B, n] int64.
+        seed: below 2^63, the key.  request, position: [B] int64, below 2^32.  tokens: [B, n] int64.
     Returns:
         [B, n] fp64; u has 52 random bits and is never 0 or 1.
     """

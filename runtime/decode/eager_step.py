@@ -166,6 +166,7 @@ class EagerStep:
         seq_lens: list[int],
         seen: Tensor | None = None,
         prompts: Sequence[Sequence[int]] | None = None,
+        continued: Sequence[int] = (),
     ) -> None:
         """Set tokens and lengths, and make group 0 the first sender. See `DecodeStep.begin`."""
         self._token_ids, self._seq_lens = list(token_ids), list(seq_lens)
@@ -175,11 +176,14 @@ class EagerStep:
         self._priority = INITIAL_PRIORITY
         self._steps = 0
         if self._recall is not None:
-            self._recall.lists.fill_(-1)
+            lists, rows = self._recall.lists, list(continued)
+            kept = lists[:, rows].clone()
+            lists.fill_(-1)
             if prompts is not None:
                 assert self.prompt_queries is not None
                 prompt_lens = torch.tensor(seq_lens, dtype=torch.int32, device=self._cache.device) - 1
                 self._attention.recall_prompts(self.prompt_queries, prompt_lens)
+            lists[:, rows] = kept
 
     def step(self, remaining: int, live: list[bool] | None = None) -> StepRecord:
         """Run one step; a request that has ended keeps its newest token. See `DecodeStep.step`.

@@ -71,6 +71,10 @@ class LinkedDecoder(Decoder):
         if self.speculation.recall is not None:
             self.speculation.recall.lists.fill_(-1)
 
+    def next_lists(self) -> torch.Tensor | None:
+        """See `Decoder.next_lists`."""
+        return None if self.speculation.recall is None else self.speculation.recall.lists.clone()
+
     @contextmanager
     def launching(self, epoch: int) -> Iterator[None]:
         """Receive this step's messages while it runs: on a CPU receives begin before it, on a GPU after its launch."""

@@ -61,6 +61,12 @@ class PairedDecoder(Decoder):
             self.speculation.recall.lists.fill_(-1)
             self.publish_lists()
 
+    def next_lists(self) -> Tensor | None:
+        """See `Decoder.next_lists`."""
+        if self.speculation.recall is None:
+            return None
+        return self.pair.own.lists[int(self.exchange.epoch) % 2].clone()
+
     def publish_lists(self) -> None:
         """Put the recall lists where the next step takes them from."""
         if self.speculation.recall is not None:

@@ -230,9 +230,11 @@ class Drafting:
             assert self.model is not None
             assert draft_cache is not None
             draft_forward = RowForward(self.model, draft_cache, transport, chunk_size, operation)
+            drafted = self.model.config
             drafter = ModelDrafter(
-                draft_forward, self.target.vocab_size, self._draft_cost, operation, self.model.config.short_context
-            )
+                draft_forward, self.target.vocab_size, self._draft_cost, operation, drafted.short_context,
+                drafted.frequency_length,
+            )  # fmt: skip
         return RoundStep(forward, drafter, self.config.draft_tokens, policy)
 
     def _draft_cache(self, cache: Cache, transport: Transport) -> Cache | None:

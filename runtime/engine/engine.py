@@ -196,11 +196,13 @@ class Engine(Resources):
         has_begun, again_us = appends, 0.0
         while any(generation.live):
             with self._running(number):
-                if generation.crossing:
+                continued: list[int] = []
+                if crossing := generation.crossing:
+                    continued = [row for row in range(len(generation.requests)) if has_begun and row not in crossing]
                     again_us = self._process_again(generation)
                     has_begun = False
                 if not has_begun:
-                    self._begin_behind(generation, sampling)
+                    self._begin_behind(generation, sampling, continued)
                     has_begun = True
                 record = self._run_step(generation.remaining, generation.live)
             for index, request in enumerate(generation.requests):
@@ -326,20 +328,21 @@ class Engine(Resources):
         seq_lens: list[int],
         seen: Tensor | None = None,
         prompts: list[list[int]] | None = None,
+        continued: Sequence[int] = (),
     ) -> None:
         assert self.decode_step is not None
         self._attempts += 1
         self._step = 0
-        self.decode_step.begin(token_ids, seq_lens, seen, prompts)
+        self.decode_step.begin(token_ids, seq_lens, seen, prompts, continued)
 
-    def _begin_behind(self, generation: Generation, sampling: SamplingConfig) -> None:
-        """Begin the steps behind the newest token of each request."""
+    def _begin_behind(self, generation: Generation, sampling: SamplingConfig, continued: list[int]) -> None:
+        """Begin the steps behind the newest token of each request. continued: see `DecodeStep.begin`."""
         requests, seen = generation.requests, None
         prompts, answers = [each.prompt_ids for each in requests], [each.token_ids[:-1] for each in requests]
         if sampling.penalises:
             seen = tokens_seen(prompts, self.model_config.vocab_size, self.device, answers)
         newest, texts = [each.token_ids[-1] for each in requests], [each.text_ids[:-1] for each in requests]
-        self._begin_steps(newest, generation.seq_lens, seen, texts)
+        self._begin_steps(newest, generation.seq_lens, seen, texts, continued)
 
     def _run_step(self, remaining: int, live: list[bool] | None = None) -> StepRecord:
         """Run the next step. Args as of `DecodeStep.step`."""

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from alspec.config import EngineConfig, validate
-from alspec.errors import UserError
+from alspec.errors import UserError, show
 from alspec.models.checkpoint.source import model_config
 from alspec.models.llama import Llama
 from alspec.models.matrix_formats import weights_name
@@ -168,8 +168,12 @@ class Resources:
                 request on a GPU and speculation off, passes of several rows append it (decode/rounds/row_append.py).
         Raises:
             DoesNotFitError: before anything is allocated; for packets in the host's memory, after weights and cache.
-            UserError: settings that ranks disagree on; a transport asked for that does not work; after `close`.
+            UserError: sizes that are none; settings that ranks disagree on; a transport asked for that does not work;
+                after `close`.
         """
+        for name, size in (("batch_size", batch_size), ("max_context", max_context)):
+            if type(size) is not int or size < 1:
+                raise UserError(f"Engine.load: {name}: expected a whole number from 1 on, found {show(size)}")
         with self._lock:
             self._refuse_closed()
             self._for_turns = for_turns

@@ -162,8 +162,8 @@ def build_captured_rounds(
     state = RoundState.allocate(batch_size, cache.max_context, config.draft_tokens, device)
     return CapturedRoundStep(
         state, plain, kind(rows_each, drafter),
-        policy, round_cost, cache.max_context, uses_graph, operation, catch_up,
-        short_context,
+        policy, round_cost, cache.max_context, uses_graph, operation, catch_up, short_context,
+        (draft_model or model).config.frequency_length,
     )  # fmt: skip
 
 

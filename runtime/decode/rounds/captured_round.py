@@ -61,6 +61,7 @@ class CapturedRoundStep:
         round_cost: (lengths) -> time of a round with drafts, relative to a plain step.
         catch_up_draft: gives a draft model's cache the texts up to the newest tokens; None without one.
         draft_short_context: `catch_up_draft` computes longer texts anew, with other rotary frequencies.
+        draft_frequency_length: of the draft model, see `RopeScaling.frequency_length`.
     """
 
     is_fused = True
@@ -77,6 +78,7 @@ class CapturedRoundStep:
         operation: OperationHook,
         catch_up_draft: Callable[[RoundState, Tensor], None] | None = None,
         draft_short_context: int | None = None,
+        draft_frequency_length: Callable[[int], int] = lambda text_length: 0,
     ) -> None:
         """Create the step; `prepare` captures it. capacity: tokens that the cache holds of each request."""
         self.uses_graph = uses_graph
@@ -101,7 +103,8 @@ class CapturedRoundStep:
         self._live: list[bool] = []  # the flags that the device has
         # Tokens of each request that a draft model's cache holds at least, as far as rounds are read.
         self._held = [0] * self._batch_size
-        self._draft_short_context = draft_short_context or capacity
+        self._draft_short_context, self._frequency_length = draft_short_context or capacity, draft_frequency_length
+        self._frequency_lengths = [0] * self._batch_size  # of the prompts, in the draft model's cache
         self._holds_long = [False] * self._batch_size  # whether `_held` has the frequencies of longer texts
 
     def _prompt_buffers(self, recall: RecallState) -> tuple[Tensor, DecodeAttention]:
@@ -197,6 +200,7 @@ class CapturedRoundStep:
         seq_lens: list[int],
         seen: Tensor | None = None,
         prompts: Sequence[Sequence[int]] | None = None,
+        continued: Sequence[int] = (),
     ) -> None:
         """Set tokens, lengths and the texts that drafts are looked up in. See `DecodeStep.begin`."""
         state = self._state
@@ -207,18 +211,21 @@ class CapturedRoundStep:
                 texts[index, : length - 1] = torch.tensor(prompts[index], dtype=torch.int32)
             texts[index, length - 1] = newest
         new_texts = texts.to(self._device)
-        self._keep_draft_text(new_texts)
+        self._keep_draft_text(new_texts, seq_lens)
         state.history.copy_(new_texts)
         state.newest.copy_(torch.tensor(token_ids))
         state.lengths.copy_(torch.tensor(seq_lens, dtype=torch.int32))
         self._set_live([True] * self._batch_size)
         self._exchange.fault.zero_()
         if self._recall is not None:
-            self._recall.lists.fill_(-1)
+            lists, rows = self._recall.lists, list(continued)
+            kept = lists[:, rows].clone()
+            lists.fill_(-1)
             if prompts is not None:
                 assert self._prompt_attention is not None
                 assert self.prompt_queries is not None
                 self._prompt_attention.recall_prompts(self.prompt_queries, state.lengths - 1)
+            lists[:, rows] = kept
         for choice in [kind.choice for kind in self._kinds]:
             if choice is not None:
                 choice.begin(seen)
@@ -226,10 +233,17 @@ class CapturedRoundStep:
         self._seq_lens = list(seq_lens)
         self._queue.begin(int(state.number) - 1)
 
-    def _keep_draft_text(self, texts: Tensor) -> None:
-        """Keep what a draft model's cache holds of these texts, [B, C + W]: their common start with the old ones."""
+    def _keep_draft_text(self, texts: Tensor, seq_lens: list[int]) -> None:
+        """Keep what a draft model's cache holds of these texts, [B, C + W]: their common start with the old ones.
+
+        With other rotary frequencies of the prompt it holds nothing of use.
+        """
         common = (texts == self._state.history).long().cumprod(1).sum(1).tolist()
-        self._held = [min(held, count) for held, count in zip(self._held, common, strict=True)]
+        lengths = [self._frequency_length(length - 1) for length in seq_lens]
+        for request, (count, length) in enumerate(zip(common, lengths, strict=True)):
+            same = length == self._frequency_lengths[request]
+            self._held[request] = min(self._held[request], count) if same else 0
+        self._frequency_lengths = lengths
 
     def step(self, remaining: int, live: list[bool] | None = None) -> StepRecord:
         """Read the oldest round in flight; one more stays in flight if it is surely needed. See `DecodeStep.step`."""

@@ -57,6 +57,7 @@ class ModelDrafter:
         vocab_size: V, of the model that verifies. Rows of either embedding may be padded beyond the tokenizer.
         cost: (lengths) -> time of one draft relative to a plain step.
         short_context: longer texts have other rotary frequencies, with which all of a text is computed again.
+        frequency_length: of the smaller model, see `RopeScaling.frequency_length`.
     """
 
     def __init__(
@@ -66,11 +67,13 @@ class ModelDrafter:
         cost: Callable[[list[int]], float],
         operation: OperationHook,
         short_context: int | None = None,
+        frequency_length: Callable[[int], int] = lambda text_length: 0,
     ) -> None:
         self._forward, self._vocab_size, self._cost = forward, vocab_size, cost
-        self._operation = operation
+        self._operation, self._frequency_length = operation, frequency_length
         self._short_context = short_context or forward.cache.max_context
         cache = forward.cache
+        self._frequency_lengths = [0] * cache.batch_size  # of the prompts
         # [B, N]: the token whose keys and values the cache holds at each place; -1: none.
         self._held = torch.full((cache.batch_size, cache.max_context), -1, device=cache.device)
         self._places = torch.arange(cache.max_context, device=cache.device)
@@ -78,9 +81,15 @@ class ModelDrafter:
         self._is_long = torch.zeros(cache.batch_size, dtype=torch.bool, device=cache.device)
 
     def begin(self, history: TokenHistory) -> None:
-        """Keep what all ranks hold of these texts: an interrupted call may have ended elsewhere on each."""
-        kept = self._forward.transport.all_gather_world(self._common(history)).amin(0)
-        self._forget_from(kept)
+        """Keep what all ranks hold of these texts: an interrupted call may have ended elsewhere on each.
+
+        With other rotary frequencies of the prompt, nothing.
+        """
+        lengths = [self._frequency_length(length - 1) for length in history.lengths.tolist()]
+        same = [length == own for length, own in zip(lengths, self._frequency_lengths, strict=True)]
+        self._frequency_lengths = lengths
+        common = self._common(history) * torch.tensor(same, device=self._held.device)
+        self._forget_from(self._forward.transport.all_gather_world(common).amin(0))
 
     def draft(self, request: DraftRequest) -> Drafts:
         """One step of the smaller model for each draft. See `Drafter.draft`."""

@@ -90,6 +90,7 @@ class RoundStep:
         seq_lens: list[int],
         seen: Tensor | None = None,
         prompts: Sequence[Sequence[int]] | None = None,
+        continued: Sequence[int] = (),  # whose newest queries `recall` has
     ) -> None:
         """Set tokens, lengths and what drafts are looked up in. See `DecodeStep.begin`."""
         self._history.begin(token_ids, seq_lens, prompts)

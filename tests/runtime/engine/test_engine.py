@@ -533,6 +533,14 @@ def test_progress_includes_the_prompts_before(engine: Engine, monkeypatch: pytes
     assert done == [0, 64, 100, 164, 228]
 
 
+@pytest.mark.parametrize("sizes", [(0, 10), (-1, 10), (1, 0), (1, -5), (1, 2.5), ("a", 5), (True, 5)], ids=str)
+def test_sizes_that_are_none_are_refused(sizes: tuple[Any, Any], engine: Engine) -> None:
+    with pytest.raises(UserError, match=r"^Engine.load: (batch_size|max_context): expected a whole number from 1 on"):
+        engine.load(*sizes)
+    with pytest.raises(UserError, match="n: "):
+        engine.generate("The road", n=2**33)
+
+
 def test_a_default_length_fits(tiny_folder: Path) -> None:
     small = Engine.from_pretrained(tiny_folder, transport="gloo", max_context=20)
     with pytest.warns(

@@ -193,6 +193,36 @@ def test_requests_cross_one_by_one(is_fused: bool, tmp_path: Path) -> None:
             assert completion.token_ids == right[:end]
 
 
+def test_a_request_that_crosses_leaves_the_recall_lists_of_others(tmp_path: Path) -> None:
+    """Every `A~` is accepted, so that a wrong list of the long request shows in its text."""
+    fields = FIELDS["phi3-long"] | {"original_max_position_embeddings": 100}
+    save_family(tmp_path, "phi3-long", num_hidden_layers=2, **fields)
+    speculation = {"mode": "simulated", "threshold": float("inf"), "recall_blocks": 1}
+    with engine_of(tmp_path, max_context=450, speculation=speculation) as engine:
+        made: list[Any] = []
+        for beside in (94, 60):
+            how: dict[str, Any] = {"max_new_tokens": 16, "ignore_eos": True, "logprobs": 1}
+            made.append(engine.generate([prompt(beside), prompt(400)], **how)[1])  # type: ignore[index]
+    assert made[0].token_ids == made[1].token_ids
+    for found, right in zip(made[0].logprobs, made[1].logprobs, strict=True):
+        assert found.logprob == pytest.approx(right.logprob, abs=1e-4)
+
+
+@pytest.mark.parametrize("is_fused", [False, True], ids=["eager", "fused"])
+def test_a_dynamic_draft_model_is_right_after_other_turns(
+    is_fused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beyond C a prompt of another length has other keys: the model itself drafts, and is accepted each time."""
+    monkeypatch.setattr(drafting, "_check_tokenizers", lambda *_: None)  # this folder has none
+    reference = save_family(tmp_path, "dynamic-short", num_hidden_layers=2, **FIELDS["dynamic-short"])
+    options: dict[str, Any] = {"draft": f"model:{tmp_path}", "draft_tokens": 2, "draft_always": True}
+    ids = prompt(80)
+    with engine_of(tmp_path, is_fused, max_context=120, **options) as engine:
+        for length in (30, 60, 80, 70, 80):
+            assert answer(engine, ids[:length], 6) == expected(reference, ids[:length], 6)
+            assert all(drafts == accepted for step in engine.generation.rounds for drafts, accepted in step)
+
+
 def test_answers_to_one_prompt_cross(tmp_path: Path) -> None:
     save_family(tmp_path, "phi3-long", **FIELDS["phi3-long"])
     settings: dict[str, Any] = {"n": 2, "temperature": 0.8, "seed": 5, "ignore_eos": True}
