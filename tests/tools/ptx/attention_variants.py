@@ -97,6 +97,12 @@ def choose_lists(capability: int, heads_per_kv: int, recall: int, num_blocks: in
     return variant(capability, kernel, recall_lists.num_warps(num_blocks), constants)
 
 
+def take_lists(capability: int, batch_size: int) -> Variant:
+    """The kernel that takes the recall lists of a step, for a pair."""
+    constants = {"B": batch_size, "B_PAD": triton.next_power_of_2(batch_size), "BLOCK": 1024, "PDL": capability >= 90}
+    return variant(capability, recall_lists._take_recall_lists_kernel, 4, constants)
+
+
 def lean_uses_tma(capability: int, columns: int, head_dim: int, rows: int = 1) -> bool:
     """Whether `lean` is the kernel of mainloop_sm90.py, in bf16."""
     with mock.patch.object(torch.cuda, "get_device_capability", return_value=divmod(capability, 10)):

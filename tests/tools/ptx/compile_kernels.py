@@ -16,6 +16,7 @@ from attention_variants import (
     lean_combine,
     prefill,
     prefill_elsewhere,
+    take_lists,
 )
 from triton.experimental.gluon import language as gl
 from variant import Variant, variant
@@ -51,7 +52,7 @@ FAST = {
     *("lean, batch 1", "lean, batch 8, spec", "lean, gated, spec, all", "lean, 4 x 128, spec in 5 parts"),
     *("lean, head 64, batch 8", "lean, 20 x 128, batch 8", "lean combine, batch 1", "lean combine, batch 8, spec"),
     *("flashq, 7 x 64, spec", "flashq combine, batch 1", "flashq combine, spec in 2 parts"),
-    *("lean, spec, recall", "lean combine, spec, recall", "recall lists"),
+    *("lean, spec, recall", "lean combine, spec, recall", "recall lists", "recall lists, taken"),
     *("lean, 5 rows, batch 1", "lean, spec, recall, window", "flashq, spec, recall, window"),
     *("prefill, head 64", "reading alone", "add_rms_norm", "rotate_heads", "silu_mul", "qkv, long rows"),
     *("weights, gate_up, int4", "weights, down, fp8", "weights, unpacked, int4"),
@@ -507,7 +508,7 @@ def all_variants(capability: int) -> dict[str, Variant]:
     add({"lean, window": lean(capability, 4, 128, 1, False, window=True)})
     add({"lean, spec, window": lean(capability, 4, 128, 1, True, window=True)})
     add({"flashq, window": flashq(capability, 4, 128, 1, False, window=True)})
-    add({"recall lists": choose_lists(capability, 4, 16, 2048)})
+    add({"recall lists": choose_lists(capability, 4, 16, 2048), "recall lists, taken": take_lists(capability, 8)})
     add(quantised_weights(capability) | many_rows(capability) | rope_by_length(capability))
     add(quantised_cache(capability) | sampled(capability) | between_products(capability) | long_rows(capability))
     add(rounds(capability))

@@ -16,6 +16,7 @@ HALF |= {"q_norm_ptr", "k_norm_ptr"}
 INTEGER = {"seq_lens_ptr", "epoch_ptr", "fault_ptr", "gate_ptr"}
 INTEGER |= {"priority_ptr", "is_sender_ptr", "is_receiver_ptr", "hits_ptr", "live_ptr", "forced_ptr", "gates_ptr"}
 INTEGER |= {"recalled_ptr", "lists_ptr", "peer_lists_ptr", "senders_ptr", "windows_ptr"}
+INTEGER |= {"half_ptr", "halves_ptr", "next_half_ptr", "kept_lens_ptr"}
 INTEGER |= {"next_gate_ptr", "records_ptr", "bits_ptr", "tail_ptr", "best_token_ptr", "stamps_ptr"}
 WIDE = {"peers_ptr", "packets_ptr", "token_ids_ptr", "ring_ptr", "verdicts_ptr", "verdict_ptr", "inbox_ptr"}
 WIDE |= {"barrier_ptr", "offset_ptr", "own_packets_ptr"}
