@@ -23,7 +23,7 @@ from typing import Any, cast
 
 import torch
 
-from alspec.config import EngineConfig, SamplingConfig, nearest_name, validate
+from alspec.config import SHORT_DTYPES, EngineConfig, SamplingConfig, nearest_name, validate
 from alspec.errors import AlspecError, UserError, report, show
 from alspec.models.checkpoint.source import model_path
 from alspec.models.generation_config import NEUTRAL_VALUES, notice_of_settings, read_generation_config
@@ -62,7 +62,6 @@ _NEUTRAL = NEUTRAL_VALUES | {
 _TRANSFORMERS_DEFAULTS = {"top_k": 50}  # of settings that neither the task nor the folder has
 _OWN_FIELDS = ("max_new_tokens", "stop", "n", "logprobs")  # of SamplingConfig, which a task cannot set by these names
 _HFLM_NAMES = {"pretrained": "model", "max_length": "max_context", "tokenizer": "model", "gguf_file": "model"}
-_SHORT_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _CHAT_TAG = "\ue000"  # a private character that marks the end of a message that is to be continued
 
 
@@ -384,15 +383,15 @@ def model_class() -> Any:
             check_arguments(options)
             dtype = options.pop("dtype", "auto")
             if dtype != "auto":
-                options["dtype"] = _SHORT_DTYPES.get(dtype, dtype)
+                options["dtype"] = SHORT_DTYPES.get(dtype, dtype)
             self.cache = cache_setting(kv_cache, softmax)
             self.engine = open_engine(**options)
             self.tokenizer = self.engine.text_tokenizer("give a model folder", "lm-eval")
             self.texts = TaskTokenizer(self.tokenizer, add_bos_token, prefix_token_id)
             path = model_path(self.engine.config)
             self.defaults = generation_defaults(path)
-            ends = advised_eos_token_ids(path) if path.is_dir() else self.engine.model_config.eos_token_ids
-            self.end_ids = [token_id for token_id in ends if token_id < self.engine.model_config.vocab_size]
+            own = self.engine.model_config.eos_token_ids
+            self.end_ids = advised_eos_token_ids(path) if path.is_dir() else own
             thinking = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
             self.template_variables = (chat_template_args or {}) | thinking
             self.think_end_token = think_end_token

@@ -336,15 +336,21 @@ class DecodeAttention:
         if self._recall is not None:
             choose_recall_lists(self._recall, seq_lens, self._chunk_size, slice(index, index + 1))
 
-    def recall_prompts(self, queries: Tensor, seq_lens: Tensor) -> None:
+    def recall_prompts(self, queries: Tensor, seq_lens: Tensor, continued: Sequence[int] = ()) -> None:
         """Choose the blocks of all layers for the token after prompts of `seq_lens` tokens.
 
-        queries: [L, B, Hq, D], of the last token of each prompt.
+        Args:
+            queries: [L, B, Hq, D], of the last token of each prompt.
+            continued: requests that keep their lists.
         """
+        assert self._recall is not None
+        rows = list(continued)
+        kept = self._recall.lists[:, rows].clone()
         for index, (q, layer) in enumerate(zip(queries, self._layers, strict=True)):
             self.predict(q, layer, seq_lens, index)
             self.verify(q, layer, seq_lens, index)
             self.recall(seq_lens, index)
+        self._recall.lists[:, rows] = kept
 
     def _decode(self, q: Tensor, layer: CacheLayer, k: Tensor, v: Tensor, seq_lens: Tensor) -> Tensor:
         return decode_attention(q, k, v, seq_lens, self._sm_scale, layer.softmax, layer.sliding_window)[0]

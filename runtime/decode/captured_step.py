@@ -103,8 +103,11 @@ class CapturedStep:
         self._live = [True] * self._batch_size  # the flags that the devices of a pair have
         self._live_flags = pinned(self._batch_size, device=self._device).fill_(1)  # source of the copy to the device
 
-    def _choose_first_lists(self, prompt_queries: Tensor, continued: list[int], lists: Tensor | None) -> None:
-        """Choose the first recall lists by attention of each prompt's last token; requests that go on keep theirs."""
+    def _choose_first_lists(self, prompt_queries: Tensor, continued: Sequence[int], lists: Tensor | None) -> None:
+        """Choose the first recall lists by attention of each prompt's last token.
+
+        lists: those of `continued` requests, which keep them.
+        """
         decoder, speculation = self._decoder, self._speculation
         assert speculation is not None
         assert speculation.recall is not None
@@ -113,9 +116,9 @@ class CapturedStep:
                 decoder.cache.layers, prompt_queries.shape[2], speculation.chunk_size, decoder.cache.sm_scale,
                 self._device, speculation.recall,
             )  # fmt: skip
-        self._prompt_attention.recall_prompts(prompt_queries, decoder.buffers.seq_lens - 1)
         if lists is not None:
-            speculation.recall.lists[:, continued] = lists[:, continued]
+            speculation.recall.lists.copy_(lists)
+        self._prompt_attention.recall_prompts(prompt_queries, decoder.buffers.seq_lens - 1, continued)
         decoder.publish_lists()
 
     def set_verdict_rule(self, threshold: float, forced: Tensor | None = None) -> None:
@@ -177,7 +180,7 @@ class CapturedStep:
         lists = self._decoder.next_lists() if continued else None
         self._decoder.begin(token_ids, seq_lens)
         if prompts is not None and self.prompt_queries is not None:
-            self._choose_first_lists(self.prompt_queries, list(continued), lists)
+            self._choose_first_lists(self.prompt_queries, continued, lists)
         self._choice.begin(seen)
         self._num_tokens = sum(seq_lens)
         if self.pair_policy is not None:

@@ -176,14 +176,12 @@ class EagerStep:
         self._priority = INITIAL_PRIORITY
         self._steps = 0
         if self._recall is not None:
-            lists, rows = self._recall.lists, list(continued)
-            kept = lists[:, rows].clone()
-            lists.fill_(-1)
-            if prompts is not None:
+            if prompts is None:
+                self._recall.lists.fill_(-1)
+            else:
                 assert self.prompt_queries is not None
                 prompt_lens = torch.tensor(seq_lens, dtype=torch.int32, device=self._cache.device) - 1
-                self._attention.recall_prompts(self.prompt_queries, prompt_lens)
-            lists[:, rows] = kept
+                self._attention.recall_prompts(self.prompt_queries, prompt_lens, continued)
 
     def step(self, remaining: int, live: list[bool] | None = None) -> StepRecord:
         """Run one step; a request that has ended keeps its newest token. See `DecodeStep.step`.

@@ -52,7 +52,7 @@ class Engine(Resources):
 
     def take_notices(self) -> list[str]:
         """Choices that a user may not expect, for a command that prints them; `stream` then shows none."""
-        self._has_warned = True
+        self._prints_notices = True
         return self.notices
 
     def check_sampling(self, sampling: SamplingConfig) -> None:
@@ -60,9 +60,8 @@ class Engine(Resources):
         check_sampling(sampling, self.model_config)
 
     def fit_new_tokens(self, prompts: list[list[int]], sampling: SamplingConfig) -> tuple[list[int], str | None]:
-        """See `generation.fit_new_tokens`. A command prints the notice; `stream` does not show it again."""
-        new_tokens, self._told_length = fit_new_tokens(prompts, sampling, self.config, self.model_config)
-        return new_tokens, self._told_length
+        """See `generation.fit_new_tokens`."""
+        return fit_new_tokens(prompts, sampling, self.config, self.model_config)
 
     def check_prompts(self, prompts: list[list[int]], new_tokens: list[int]) -> int:
         """Return the tokens that the cache must hold for these rows, see `rows_of`; refuse too long prompts.
@@ -110,7 +109,7 @@ class Engine(Resources):
         with self._lock:
             number, notices = self._begin(prompt, sampling)
         notices += [] if self._has_warned else self.notices
-        notices = [] if self.placement.rank else notices
+        notices = [] if self.placement.rank or self._prints_notices else notices
         self._has_warned = True
         for notice in notices:
             warnings.warn(notice, stacklevel=2)
@@ -143,9 +142,7 @@ class Engine(Resources):
             tokenizer = partial(self.text_tokenizer, "give token ids")
             self.check_sampling(sampling)
             prompts = rows_of(encode_prompts(prompt, tokenizer, self.max_total_tokens), sampling.n)
-            told = self._told_length
             new_tokens, notice = self.fit_new_tokens(prompts, sampling)
-            self._told_length = None
             needed, batch_size = self.check_prompts(prompts, new_tokens), len(prompts)
             if self.memory is None or self.cache.batch_size != batch_size or self.cache.max_context < needed:
                 self.load(batch_size, needed, self._for_turns)
@@ -158,7 +155,7 @@ class Engine(Resources):
             requests, num_answers=sampling.n, reused_tokens=reused, short_context=self.model_config.short_context
         )
         number = self._start_generation(made)
-        return number, [notice] if notice and notice != told else []
+        return number, [notice] if notice else []
 
     def _start_generation(self, generation: Generation) -> int:
         """Give the cache to a new generation; returns its number."""

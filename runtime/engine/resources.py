@@ -101,8 +101,8 @@ class Resources:
         self.dtype, self.dtype_name = self._choices.dtype, self._choices.dtype_name
         about_model = model_notices(config, self.checkpoint, self.model_config, self.dtype_name, tp_size)
         self.notices = [*about_model, *self._choices.notices]  # choices a user may not expect
-        self._has_warned = False  # `stream` shows them once; commands print them
-        self._told_length: str | None = None  # notice of `fit_new_tokens` that a command has printed
+        self._has_warned = False  # `stream` shows them once
+        self._prints_notices = False  # a command prints all notices: `stream` shows none
 
     def _join(self, job: str) -> None:
         """Connect to the job's store. From now on the other ranks see whether this one is alive."""

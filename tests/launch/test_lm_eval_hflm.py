@@ -300,7 +300,7 @@ def test_answers_end_at_the_tokens_of_generation_config(
 def test_flags_of_the_tokenizer(
     own: dict[str, bool], kind: str, tmp_path: Path, both: Callable[..., tuple[Any, Any]]
 ) -> None:
-    """Of a Llama tokenizer, with tokenizer.json saying the same or the contrary."""
+    """A Llama tokenizer's flags count as in transformers, whether tokenizer.json agrees with them or not."""
     folder = _write(tmp_path, kind)
     path = tmp_path / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_class": "LlamaTokenizer"} | own))

@@ -218,14 +218,12 @@ class CapturedRoundStep:
         self._set_live([True] * self._batch_size)
         self._exchange.fault.zero_()
         if self._recall is not None:
-            lists, rows = self._recall.lists, list(continued)
-            kept = lists[:, rows].clone()
-            lists.fill_(-1)
-            if prompts is not None:
+            if prompts is None:
+                self._recall.lists.fill_(-1)
+            else:
                 assert self._prompt_attention is not None
                 assert self.prompt_queries is not None
-                self._prompt_attention.recall_prompts(self.prompt_queries, state.lengths - 1)
-            lists[:, rows] = kept
+                self._prompt_attention.recall_prompts(self.prompt_queries, state.lengths - 1, continued)
         for choice in [kind.choice for kind in self._kinds]:
             if choice is not None:
                 choice.begin(seen)

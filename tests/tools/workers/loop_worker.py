@@ -83,7 +83,7 @@ def _timed(engine: Engine, sampling: SamplingConfig = GREEDY) -> dict:
     started = time.monotonic()
     for _ in engine.stream(PROMPT, sampling):
         pass
-    # Of the slowest rank: the verifier of a pair over a link does not wait for the other group.
+    # The slowest rank counts, because the verifier of a pair over a link does not wait for the other group.
     seconds = torch.tensor(time.monotonic() - started, device="cuda")
     torch.distributed.all_reduce(seconds, torch.distributed.ReduceOp.MAX)
     generation = engine.generation
