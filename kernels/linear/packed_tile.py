@@ -57,7 +57,6 @@ LINE = tl.constexpr(128)  # words of 512 bytes
 MANY_TILES = 264  # two to an SM of an H100 or H200: as many programs of eight warps run at once
 CHUNK_K_BLOCKS = 8  # at most
 BUFFER_BYTES = tl.constexpr(36864)  # of a program: five fit an SM
-PROGRAMS_PER_SM = 5
 
 
 def tile_settings(
@@ -97,9 +96,18 @@ def _chunk_k_blocks(num_inputs: int, weight_format: str, group: int, warps: int)
     return int(of_block * min(sizes, key=lambda size: -(-blocks // (size * warps)) * size))
 
 
-def shared_programs(weight: Tensor | DecodeWeight) -> int:
-    """Programs on an SM to reserve shared memory for: the buffers of quantised weights (`set_l1_carveout`)."""
-    return PROGRAMS_PER_SM if isinstance(weight, DecodeWeight) else 0
+def shared_programs(weight: Tensor | DecodeWeight, batch_size: int, warps: int) -> int:
+    """Programs on an SM to reserve shared memory for: the buffers of quantised weights (`set_l1_carveout`).
+
+    Reserving for more programs than run takes the L1 from the inputs, which each program reads whole. Two tiles to an
+    SM get two places, because with three some SMs would take three tiles and others one.
+    """
+    if not isinstance(weight, DecodeWeight):
+        return 0
+    if warps == 4:
+        return 4
+    # Registers allow three programs, and two with 16 requests.
+    return 2 if batch_size > 8 or len(weight.data) <= MANY_TILES else 3
 
 
 def packed_arguments(weight: Tensor | DecodeWeight) -> tuple[tuple[Tensor, Tensor | None], dict[str, Any]]:

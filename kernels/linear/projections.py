@@ -400,7 +400,7 @@ def qkv_rope_append(
         num_warps=num_warps,
         **pdl_options(x_norm.device),
     )
-    set_l1_carveout(compiled, shared_programs(weight))
+    set_l1_carveout(compiled, shared_programs(weight, batch_size, num_warps))
 
 
 @triton.jit
@@ -568,4 +568,4 @@ def gate_up_silu(
         num_warps=num_warps,
         **pdl_options(x_norm.device),
     )
-    set_l1_carveout(compiled, shared_programs(weight))
+    set_l1_carveout(compiled, shared_programs(weight, batch_size, num_warps))

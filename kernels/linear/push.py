@@ -298,4 +298,4 @@ def _push(
         num_warps=num_warps,
         **pdl_options(x.device),
     )
-    set_l1_carveout(compiled, shared_programs(weight))
+    set_l1_carveout(compiled, shared_programs(weight, batch_size, num_warps))
