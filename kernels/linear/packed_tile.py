@@ -104,6 +104,8 @@ def shared_programs(weight: Tensor | DecodeWeight, batch_size: int, warps: int) 
     """
     if not isinstance(weight, DecodeWeight):
         return 0
+    if weight.format == "int4" and batch_size == 1:
+        return 5  # the next launch loads its first tiles beside this one; one request's inputs need little of the L1
     if warps == 4:
         return 4
     # Registers allow three programs, and two with 16 requests.

@@ -177,6 +177,28 @@ def test_several_ranks_give_the_tokens_of_transformers(num_ranks: int, case: str
             assert row["cuda_graph"]
 
 
+@pytest.mark.full
+@pytest.mark.multi_gpu
+@pytest.mark.gpu
+@needs(4)
+@pytest.mark.timeout(600)
+def test_four_ranks_give_the_tokens_of_transformers_for_every_family(tmp_path: Path) -> None:
+    """With two KV heads, so that two ranks have the same one."""
+    references = {case: save_family(tmp_path / case, case, hidden_size=64) for case in CASES}
+    batches = [[prompt(61)], [prompt(150)]]
+    runs = [
+        {"name": case, "engine": {"model": str(tmp_path / case), "dtype": "fp32"} | RUNS["off symm"], "sampled": False,
+         "long": False, "thresholds": ["0"]}
+        for case in CASES
+    ]  # fmt: skip
+    found = run_gpu_worker(4, {"runs": runs, "batches": batches, "max_new_tokens": NEW_TOKENS}, tmp_path)
+    for case, reference in references.items():
+        for (ids,), row in zip(batches, found[case], strict=True):
+            expected = clear_tokens(reference, ids)
+            assert row["tokens"][0][: len(expected)] == expected, case
+            assert row["cuda_graph"]
+
+
 PAIRS = [
     ("qwen3-biases", "turbo4"),
     ("llama-biases", "turboquant3"),

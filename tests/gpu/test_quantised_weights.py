@@ -58,8 +58,11 @@ def test_batches_of_packed_weights_over_each_cache(weights: str, kv_cache: str) 
     assert compared > 30
 
 
+NAMES = ["fp8-tensor", "fp8-channel", "fp8-block", "int4-zeros", "int4-channel", "awq", "gptq"]
+
+
 @pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize("name", ["fp8-channel", "fp8-block", "int4-zeros", "int4-channel", "awq", "gptq"])
+@pytest.mark.parametrize("name", NAMES)
 def test_captured_tokens_are_those_of_transformers(name: str, count: int, tmp_path: Path) -> None:
     reference, compared = save_quantised(tmp_path, name), 0
     with Engine.from_pretrained(tmp_path, dtype="bf16", cuda_graph="on", speculation="off") as engine:
