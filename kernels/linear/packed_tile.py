@@ -99,17 +99,19 @@ def _chunk_k_blocks(num_inputs: int, weight_format: str, group: int, warps: int)
 def shared_programs(weight: Tensor | DecodeWeight, batch_size: int, warps: int) -> int:
     """Programs on an SM to reserve shared memory for: the buffers of quantised weights (`set_l1_carveout`).
 
-    Reserving for more programs than run takes the L1 from the inputs, which each program reads whole. Two tiles to an
-    SM get two places, because with three some SMs would take three tiles and others one.
+    A place without a program takes L1 from the inputs, which each program reads whole.
     """
     if not isinstance(weight, DecodeWeight):
         return 0
+    num_tiles = len(weight.data)
     if weight.format == "int4" and batch_size == 1:
-        return 5  # the next launch loads its first tiles beside this one; one request's inputs need little of the L1
+        return 5  # inputs of one request need little L1, and the next launch begins to load weights
+    if batch_size > 8 and num_tiles > 2 * MANY_TILES:
+        return 2  # more programs would share the L1 that inputs of 16 requests fill
     if warps == 4:
         return 4
-    # Registers allow three programs, and two with 16 requests.
-    return 2 if batch_size > 8 or len(weight.data) <= MANY_TILES else 3
+    # Registers allow three programs, and two with 16 requests. With three, some SMs would take three of 264 tiles.
+    return 2 if batch_size > 8 or num_tiles <= MANY_TILES else 3
 
 
 def packed_arguments(weight: Tensor | DecodeWeight) -> tuple[tuple[Tensor, Tensor | None], dict[str, Any]]:
