@@ -25,7 +25,7 @@ from alspec.runtime.decode.rounds.captured_drafters import (
     CapturedNgramDrafter,
     CapturedSelfDrafter,
 )
-from alspec.runtime.decode.rounds.captured_round import CapturedRoundStep, RoundKind
+from alspec.runtime.decode.rounds.captured_round import CapturedRoundStep, DraftText, RoundKind
 from alspec.runtime.decode.rounds.draft_policy import DraftPolicy
 from alspec.runtime.decode.rounds.model_drafter import ModelDrafter
 from alspec.runtime.decode.rounds.row_append import RowAppend
@@ -131,7 +131,7 @@ def build_captured_rounds(
         args = factory.decoder_arguments(batch_size * rows, round_rows)
         return RoundKind(RowDecoder(**args, round_rows=round_rows, recall=recall, chunk_size=chunk_size), drafter)
 
-    plain, catch_up, short_context = kind(1, None), None, None
+    plain, draft_text = kind(1, None), None
     drafter: CapturedDrafter
     fault_base = num_operations(model.config.num_layers)
     if config.draft == "ngram":
@@ -158,12 +158,15 @@ def build_captured_rounds(
             short_context += 1  # its first step computes the token before the newest one again
         forward = RowForward(draft_model, draft_cache, transport, chunk_size, operation)
         # Only its `catch_up` is used, so it has no cost.
-        catch_up = _catch_up(ModelDrafter(forward, vocab_size, lambda _: 0.0, operation, short_context), forward)
+        filler = ModelDrafter(forward, vocab_size, lambda _: 0.0, operation, short_context)
+        draft_text = DraftText(
+            _catch_up(filler, forward), lambda held: transport.all_gather_world(held).amin(0), short_context,
+            draft_model.config.frequency_length,
+        )  # fmt: skip
     state = RoundState.allocate(batch_size, cache.max_context, config.draft_tokens, device)
     return CapturedRoundStep(
         state, plain, kind(rows_each, drafter),
-        policy, round_cost, cache.max_context, uses_graph, operation, catch_up, short_context,
-        (draft_model or model).config.frequency_length,
+        policy, round_cost, cache.max_context, uses_graph, operation, draft_text,
     )  # fmt: skip
 
 
@@ -200,11 +203,10 @@ def _most_append_rows(heads_per_kv_head: int) -> int:
 
 def _catch_up(drafter: ModelDrafter, forward: RowForward) -> Callable[[RoundState, Tensor], None]:
     """How a draft model's cache gets the texts up to the newest tokens: (state, tokens that it holds) -> None."""
-    cache, transport = forward.cache, forward.transport
+    cache = forward.cache
     history = TokenHistory(cache.batch_size, cache.max_context, cache.device)
 
     def catch_up(state: RoundState, held: Tensor) -> None:
-        held = transport.all_gather_world(held).amin(0)  # an interrupted call may have ended elsewhere on each rank
         width = min(history.token_ids.shape[1], state.history.shape[1])
         history.token_ids[:, :width] = state.history[:, :width]
         history.lengths.copy_(state.lengths)

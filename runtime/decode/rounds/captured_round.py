@@ -36,7 +36,7 @@ from alspec.runtime.decode.rounds.draft_policy import DraftPolicy, texts_so_far
 from alspec.runtime.decode.rounds.row_decoder import RowDecoder
 from alspec.runtime.decode.step_queue import StepQueue
 
-__all__ = ["CapturedRoundStep", "RoundKind"]
+__all__ = ["CapturedRoundStep", "DraftText", "RoundKind"]
 
 
 # Letters of `recent_kinds`: a plain step, a round with drafts, and one before which the draft cache is completed.
@@ -53,15 +53,24 @@ class RoundKind:
     graph: torch.cuda.CUDAGraph | None = None
 
 
+@dataclass
+class DraftText:
+    """How the cache of a draft model follows the texts."""
+
+    # Gives it the texts up to the newest tokens; argument: tokens that it holds, [B] int64.
+    complete: Callable[[RoundState, Tensor], None]
+    least_held: Callable[[Tensor], Tensor]  # the least of all ranks, of such numbers
+    short_context: int | None  # `complete` computes longer texts anew, with other rotary frequencies
+    frequency_length: Callable[[int], int]  # of the draft model, see `RopeScaling.frequency_length`
+
+
 class CapturedRoundStep:
     """Rounds of one batch on one rank of one group, replayed from graphs or launched kernel by kernel.
 
     Args:
         plain, drafting: the two kinds of round. They share the state and the cache.
         round_cost: (lengths) -> time of a round with drafts, relative to a plain step.
-        catch_up_draft: gives a draft model's cache the texts up to the newest tokens; None without one.
-        draft_short_context: `catch_up_draft` computes longer texts anew, with other rotary frequencies.
-        draft_frequency_length: of the draft model, see `RopeScaling.frequency_length`.
+        draft_text: None without a draft model.
     """
 
     is_fused = True
@@ -76,15 +85,13 @@ class CapturedRoundStep:
         capacity: int,
         uses_graph: bool,
         operation: OperationHook,
-        catch_up_draft: Callable[[RoundState, Tensor], None] | None = None,
-        draft_short_context: int | None = None,
-        draft_frequency_length: Callable[[int], int] = lambda text_length: 0,
+        draft_text: DraftText | None = None,
     ) -> None:
         """Create the step; `prepare` captures it. capacity: tokens that the cache holds of each request."""
         self.uses_graph = uses_graph
         self._state, self._plain, self._drafting = state, plain, drafting
         self._policy, self._round_cost, self._capacity = policy, round_cost, capacity
-        self._operation, self._catch_up_draft = operation, catch_up_draft
+        self._operation, self._draft_text = operation, draft_text
         decoder = plain.decoder
         self._config, self._exchange = decoder.config, decoder.exchange
         self._batch_size, self._device = len(state.lengths), state.lengths.device
@@ -103,7 +110,6 @@ class CapturedRoundStep:
         self._live: list[bool] = []  # the flags that the device has
         # Tokens of each request that a draft model's cache holds at least, as far as rounds are read.
         self._held = [0] * self._batch_size
-        self._draft_short_context, self._frequency_length = draft_short_context or capacity, draft_frequency_length
         self._frequency_lengths = [0] * self._batch_size  # of the prompts, in the draft model's cache
         self._holds_long = [False] * self._batch_size  # whether `_held` has the frequencies of longer texts
 
@@ -234,14 +240,18 @@ class CapturedRoundStep:
     def _keep_draft_text(self, texts: Tensor, seq_lens: list[int]) -> None:
         """Keep what a draft model's cache holds of these texts, [B, C + W]: their common start with the old ones.
 
-        With other rotary frequencies of the prompt it holds nothing of use.
+        With other rotary frequencies of the prompt it holds nothing of use. All ranks keep the same, because completing
+        the cache takes all of them: an interrupted call may have read more rounds on one rank than on another.
         """
+        if self._draft_text is None:
+            return
         common = (texts == self._state.history).long().cumprod(1).sum(1).tolist()
-        lengths = [self._frequency_length(length - 1) for length in seq_lens]
+        lengths = [self._draft_text.frequency_length(length - 1) for length in seq_lens]
         for request, (count, length) in enumerate(zip(common, lengths, strict=True)):
             same = length == self._frequency_lengths[request]
             self._held[request] = min(self._held[request], count) if same else 0
         self._frequency_lengths = lengths
+        self._held = self._draft_text.least_held(torch.tensor(self._held, device=self._device)).tolist()
 
     def step(self, remaining: int, live: list[bool] | None = None) -> StepRecord:
         """Read the oldest round in flight; one more stays in flight if it is surely needed. See `DecodeStep.step`."""
@@ -295,15 +305,16 @@ class CapturedRoundStep:
             room = max(room, own if is_live else 0)
         return room
 
-    @property
-    def _is_long(self) -> list[bool]:
-        return [length > self._draft_short_context for length in self._seq_lens]
+    def _are_long(self, seq_lens: list[int]) -> list[bool]:
+        assert self._draft_text is not None
+        short_context = self._draft_text.short_context or self._capacity
+        return [length > short_context for length in seq_lens]
 
     def _lacks_text(self) -> bool:
         """Whether a draft model's cache may lack more than the newest two tokens, which its first step feeds."""
-        if self._catch_up_draft is None:
+        if self._draft_text is None:
             return False
-        if self._holds_long != self._is_long:
+        if self._holds_long != self._are_long(self._seq_lens):
             return True
         lacking = max(length - held for length, held in zip(self._seq_lens, self._held, strict=True))
         for kind in self._queue.in_flight:
@@ -312,10 +323,11 @@ class CapturedRoundStep:
 
     def _complete_draft_cache(self) -> None:
         """Give the draft model's cache what it lacks."""
-        assert self._catch_up_draft is not None
-        self._catch_up_draft(self._state, torch.tensor(self._held, device=self._device))
-        self._held = [length - 1 for length in self._seq_lens]
-        self._holds_long = self._is_long
+        assert self._draft_text is not None
+        self._draft_text.complete(self._state, torch.tensor(self._held, device=self._device))
+        lengths = self._state.lengths.tolist()  # the same on all ranks, whatever each has read
+        self._held = [length - 1 for length in lengths]
+        self._holds_long = self._are_long(lengths)
 
     def _parse(self, row: list[int]) -> tuple[list[list[int]], list[int]]:
         """Emitted tokens and numbers of drafts of each request, from the ring."""

@@ -89,7 +89,8 @@ class ModelDrafter:
         same = [length == own for length, own in zip(lengths, self._frequency_lengths, strict=True)]
         self._frequency_lengths = lengths
         common = self._common(history) * torch.tensor(same, device=self._held.device)
-        self._forget_from(self._forward.transport.all_gather_world(common).amin(0))
+        held, is_long = self._forward.transport.all_gather_world(torch.stack((common, self._is_long.long()))).unbind(1)
+        self._forget_from(torch.where(is_long.amin(0) == is_long.amax(0), held.amin(0), 0))
 
     def draft(self, request: DraftRequest) -> Drafts:
         """One step of the smaller model for each draft. See `Drafter.draft`."""

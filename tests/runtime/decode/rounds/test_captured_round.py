@@ -186,7 +186,8 @@ def test_a_draft_model(turbo_folder: Path, make_prompt: Any, codec: str) -> None
         put_captured(engine)
         step = engine.decode_step
         assert isinstance(step, CapturedRoundStep)
-        catch_up = step._catch_up_draft = mock.Mock(wraps=step._catch_up_draft)
+        assert step._draft_text is not None
+        catch_up = step._draft_text.complete = mock.Mock(wraps=step._draft_text.complete)
         decisions = iter([True, False, False, False, True, True, True, True, True, True, True])
         with mock.patch.object(step, "_policy", mock.Mock(decide_next=lambda *_: next(decisions))):
             assert generated(engine, prompts, sampling) == expected

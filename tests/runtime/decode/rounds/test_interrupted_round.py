@@ -149,8 +149,8 @@ def test_a_plain_step_behind_a_round_of_right_drafts_leaves_no_hole(
     options: dict[str, Any] = {"draft": f"model:{turbo_folder}", "draft_tokens": 2, "draft_always": True}
     with captured(turbo_folder, 1, 64, **options) as (engine, step):
         step.force_acceptance(1.0)
-        catch_up = step._catch_up_draft
-        assert catch_up is not None
+        assert step._draft_text is not None
+        catch_up = step._draft_text.complete
         decisions = iter([True, False, True, True, True, True])
         with mock.patch.object(step, "_policy", mock.Mock(decide_next=lambda *_: next(decisions))):
             generated(engine, [make_prompt(20, seed=1)], sampling(12))
@@ -166,6 +166,25 @@ def test_a_plain_step_behind_a_round_of_right_drafts_leaves_no_hole(
         prefill(drafter._forward.model, cache, drafter._forward.transport, 0, text, engine._operation)
         for layer, keys in enumerate(found):
             torch.testing.assert_close(keys, cache.layer(layer).k[0, :, :held], rtol=1e-3, atol=1e-3)
+
+
+def test_ranks_that_read_other_numbers_of_rounds_complete_the_draft_cache_alike(
+    turbo_folder: Path, make_prompt: MakePrompt
+) -> None:
+    """Another rank knows of fewer tokens in the draft model's cache: this rank computes those anew, too."""
+    options: dict[str, Any] = {"draft": f"model:{turbo_folder}", "draft_tokens": 2, "draft_always": True}
+    prompt = make_prompt(20, seed=1)
+    with captured(turbo_folder, 1, 64, **options) as (engine, step):
+        expected = generated(engine, [prompt], sampling(12))[0]
+        text = [*prompt, *expected[:6]]
+        assert step._draft_text is not None
+        complete = step._draft_text.complete = mock.Mock(wraps=step._draft_text.complete)
+        assert generated(engine, [text], sampling(6))[0] == expected[6:]
+        assert complete.call_count == 0  # the cache holds the text from the call before
+        step._draft_text.least_held = lambda held: torch.minimum(held, torch.full_like(held, 9))
+        assert generated(engine, [text], sampling(6))[0] == expected[6:]
+        assert complete.call_count == 1
+        assert complete.call_args.args[1].tolist() == [9]
 
 
 @pytest.mark.full
