@@ -13,9 +13,14 @@ from typing import Any, Self
 import tokenizers
 
 from alspec.errors import UserError, show
-from alspec.models.checkpoint.files import absent, check_utf8, foreign_content
+from alspec.models.checkpoint.files import absent, check_utf8, foreign_content, is_there
 from alspec.models.llama_config import LlamaConfig
-from alspec.models.tokenizer.chat_template import find_template, render_chat, with_text_contents
+from alspec.models.tokenizer.chat_template import (
+    find_template,
+    render_chat,
+    with_continued_end,
+    with_text_contents,
+)
 from alspec.models.tokenizer.tokenizer_config import add_tokens, naming_file, read_tokenizer_config, special_tokens
 
 __all__ = ["Prompt", "StreamDecoder", "Tokenizer", "encode_prompts", "prompts_of", "spelled", "token_ids"]
@@ -218,8 +223,9 @@ class Tokenizer:
         self,
         messages: list[dict[str, Any]],
         tools: list[dict[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
+        add_generation_prompt: bool | None = None,
         variables: dict[str, Any] | None = None,
+        continue_final_message: bool = False,
     ) -> str:
         """The text of `messages`, as the template of the checkpoint writes it.
 
@@ -227,12 +233,17 @@ class Tokenizer:
             messages: dicts with `role` and `content`, and whatever else the template reads. A content may be a list of
                 text parts; see `with_text_contents`.
             tools: functions that the model may call, as JSON schemas.
-            add_generation_prompt: end with the beginning of the assistant's answer.
+            add_generation_prompt: end with the beginning of the assistant's answer. Default: unless the last message
+                is continued.
             variables: others that the template reads, such as `enable_thinking`.
+            continue_final_message: end with the content of the last message, for the model to continue it.
         Raises:
             UserError: the folder has no usable chat template; see `find_template`, `render_chat`. A part of a content
-                that is no text.
+                that is no text, a last message that cannot be continued, or a new answer beside it.
         """
+        if add_generation_prompt and continue_final_message:
+            raise UserError("add_generation_prompt and continue_final_message exclude each other; give one of them")
+        adds_prompt = not continue_final_message if add_generation_prompt is None else add_generation_prompt
         template = find_template(self._folder, self._settings, has_tools=tools is not None)
         if template is None:
             raise UserError(
@@ -241,7 +252,11 @@ class Tokenizer:
             )
         names = self._special_tokens | (variables or {})
         texts = with_text_contents(messages)
-        return render_chat(template, texts, names, str(self._folder), tools, add_generation_prompt)
+
+        def render(texts: list[dict[str, Any]]) -> str:
+            return render_chat(template, texts, names, str(self._folder), tools, adds_prompt)
+
+        return with_continued_end(render, texts) if continue_final_message else render(texts)
 
     def encode_chat(
         self,
@@ -249,13 +264,15 @@ class Tokenizer:
         max_total_tokens: int | None = None,
         *,
         tools: list[dict[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
+        add_generation_prompt: bool | None = None,
+        variables: dict[str, Any] | None = None,
+        continue_final_message: bool = False,
     ) -> list[int]:
         """Token ids of `apply_chat_template`, with exactly one BOS (see `encode`) whether or not the template has it.
 
         If the template begins with tokenizer_config.json's begin token, no other begin token is added.
         """
-        text = self.apply_chat_template(messages, tools, add_generation_prompt)
+        text = self.apply_chat_template(messages, tools, add_generation_prompt, variables, continue_final_message)
         bos = self._special_tokens.get("bos_token")
         has_own = bos is not None and text.startswith(bos) and self._begin_ids != [self.bos_token_id]
         return self.encode(text, add_bos=not has_own, max_total_tokens=max_total_tokens)
