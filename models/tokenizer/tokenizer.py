@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import operator
 import re
@@ -29,6 +30,7 @@ Prompt = str | Sequence[int]
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 PROMPT_CONTEXT = 8  # prompt tokens, at least, decoded in front of an answer; a character has up to 4 tokens
+_OLD_FILES = (("vocab.json", "merges.txt"), ("tokenizer.model",))  # tokenizers that transformers converts
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
@@ -418,18 +420,25 @@ class StreamDecoder:
         return text[len(before) :]
 
 
+def _instead(path: Path) -> str:
+    """What lies in the place of a missing tokenizer.json, and what to do."""
+    names = next((names for names in _OLD_FILES if all(map(is_there, map(path.with_name, names)))), None)
+    if path.is_symlink() or names is None:
+        return f"{absent(path)}; download it"
+    folder = str(path.parent)
+    save = f"from transformers import AutoTokenizer as T; T.from_pretrained({folder!r}).save_pretrained({folder!r})"
+    return f'only {" and ".join(names)}; save it with transformers: python -c "{save}"'
+
+
 def _load(path: Path) -> tokenizers.Tokenizer:
     if not path.is_file():
-        raise UserError(
-            f"{path}: expected a tokenizer, found {absent(path)}; download it (tokenizer.model alone is not read: "
-            "save the tokenizer with transformers to convert it)"
-        )
+        raise UserError(f"{path}: expected a tokenizer, found {_instead(path)}")
     try:
-        with path.open("rb") as file:
-            foreign = foreign_content(file.read(512))
+        data = path.read_bytes()
+        foreign = foreign_content(data)
         if foreign is not None:
             raise UserError(f"{path}: expected a tokenizer, found {foreign}")
-        core = tokenizers.Tokenizer.from_file(str(path))
+        core = tokenizers.Tokenizer.from_buffer(data.removeprefix(codecs.BOM_UTF8))
         core.encode("", add_special_tokens=True)
     except UserError:
         raise
