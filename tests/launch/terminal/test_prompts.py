@@ -127,11 +127,11 @@ def test_settings_in_a_line_are_named(run: Run, checkpoint: Path, tmp_path: Path
 
 
 def test_keys_beside_messages_reach_the_chat_template(
-    run: Run, generate_json: Callable[..., Any], checkpoint: Path, tmp_path: Path
+    run: Run, make_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
-    (checkpoint / "chat_template.jinja").write_text(
-        "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}{% if add_generation_prompt %}<assistant>"
-        "{% if enable_thinking is false %}none{% endif %}{% endif %}"
+    checkpoint = make_checkpoint(
+        chat_template="{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% if enable_thinking is false %}none{% endif %}{% endif %}"
     )
     user, answer = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "It is"}
     lines = [
@@ -144,13 +144,14 @@ def test_keys_beside_messages_reach_the_chat_template(
     ]
     path = tmp_path / "prompts.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    found = [request["prompt_ids"] for request in generate_json("--prompt-file", path, *SMALL)["requests"]]
+    flags = ("--prompt-file", path, "--json", tmp_path / "out.json", *SMALL)
+    err = run("--model", checkpoint, "--transport", "gloo", *flags)[2]
+    found = [request["prompt_ids"] for request in read_json(tmp_path / "out.json")["requests"]]
     tokenizer = Engine.from_pretrained(checkpoint, transport="gloo").tokenizer
     assert tokenizer is not None
     begin = "<user>hi<end>"
     texts = [f"{begin}<assistant>none", begin, *[f"{begin}<assistant>It is"] * 2, f"{begin}<assistant>", "hi"]
     assert found == [tokenizer.encode(text) for text in texts]
-    err = run("--model", checkpoint, "--transport", "gloo", "--prompt-file", path, *SMALL)[2]
     advice = 'sets nothing; give "chat_template_kwargs": {"enable_thinking": ...} beside messages'
     assert f"alspec: --prompt-file: enable_thinking in its lines: {advice}\n" in err
     assert "alspec: --prompt-file: continue_final_message in its lines: sets nothing without messages\n" in err
