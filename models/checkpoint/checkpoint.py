@@ -361,9 +361,11 @@ def check_tensors(
 
 
 def _why_missing(missing: list[str], others: list[str]) -> str | None:
-    """Why there are other names of tensors than the missing ones, and what to do; None if it is not known."""
+    """Why tensors are missing and `others` are there, and what to do; None if it is not known."""
     if missing == [_HEAD]:
-        return "a base model has no LM head: save it with one (AutoModelForCausalLM)"
+        return (
+            "save the model with its LM head (AutoModelForCausalLM), or set tie_word_embeddings if it is the embedding"
+        )
     prefix = next((prefix for prefix in _WRAPPERS if any(name.startswith(prefix) for name in others)), None)
     if prefix is not None:
         return f"names with '{prefix}' are {_WRAPPERS[prefix]}"
