@@ -112,19 +112,19 @@ def _tokens(value: Any) -> int:
 
 
 def _texts(value: Any) -> Any:
-    """Accept a single text as well as a list."""
-    return (value,) if isinstance(value, str) else value
+    """Accept a single text as well as a list; None: no text."""
+    return () if value is None else (value,) if isinstance(value, str) else value
 
 
 def _biases(value: Any) -> dict[int, float]:
-    """Accept the flag's spelling `50=-100,17=2.5` as well as a mapping; ids may be texts, as in JSON."""
+    """Accept the flag's spelling `50=-100,17=2.5` as well as a mapping; ids may be texts, as in JSON; None: no bias."""
     expected = f"expected token ids with numbers from -{MAX_BIAS:g} to {MAX_BIAS:g}, such as 50=-100,17=2.5"
     pairs: list[tuple[Any, Any]] = []
     if isinstance(value, str):
         pairs = [(token_id, bias) for token_id, _, bias in (part.partition("=") for part in value.split(","))]
     elif isinstance(value, Mapping):
         pairs = list(value.items())
-    else:
+    elif value is not None:
         raise ValueError(expected)
     biases: dict[int, float] = {}
     for key, bias in pairs:

@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
         engine.check_sampling(config)
         is_first = engine.placement.rank == 0
         tokenizer = _tokenizer(engine)
-        conversation = Conversation(config.system)
+        conversation = Conversation(config.system, tokenizer.apply_chat_template)
         with guarded(engine.heartbeat, OUT_OF_MEMORY), StatusLine(is_first) as status:
             _load(config, engine, status)
             if is_first:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,14 @@ _ALONE = ("exit", "help", "quit", "reset")  # commands that nothing follows
 class Conversation:
     """Messages so far. A text is either a command, which `obey` carries out, or what the user says."""
 
-    def __init__(self, system: str | None) -> None:
-        self._system = None if system is None else check_utf8(system, "--system")
+    def __init__(self, system: str | None, render: Callable[[list[dict[str, Any]]], object] = list) -> None:
+        """render: writes messages as the chat template does.
+
+        Raises:
+            UserError: a system message that is no text, or that the template refuses.
+        """
+        self._render = render
+        self._system = None if system is None else self._checked(system, "--system")
         self._turns: list[dict[str, Any]] = []
         self.has_ended = False  # by a command
 
@@ -52,6 +59,17 @@ class Conversation:
     def add(self, user: str, assistant: str) -> None:
         """Add a message of the user and its answer."""
         self._turns += [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
+
+    def _checked(self, system: str, where: str) -> str:
+        """Return a system message, if the chat template takes one."""
+        check_utf8(system, where)
+        user = {"role": "user", "content": "hi"}
+        try:
+            self._render([{"role": "system", "content": system}, user])
+        except UserError:
+            self._render([user])  # raises if the fault is another one
+            raise UserError(f"{where}: the model's chat template takes no system message; leave it out") from None
+        return system
 
     def obey(self, text: str) -> str | None:
         """Carry out a command, in capital or small letters.
@@ -76,7 +94,7 @@ class Conversation:
             self._turns = []
             return "a new conversation"
         if name == "system":
-            self._system = check_utf8(rest, "/system") if rest else None
+            self._system = self._checked(rest, "/system") if rest else None
             return "the system message is replaced" if rest else "the system message is removed"
         if name == "save":
             if not rest:

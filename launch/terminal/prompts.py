@@ -30,6 +30,11 @@ _SETTINGS = {
     *SamplingConfig.model_fields, "answers", "chat", "max_completion_tokens", "max_tokens", "repeat_penalty", "system",
     "top_logprobs",
 }  # fmt: skip
+_CHAT_KEYS = ("tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")  # of messages
+_FLAGS = ("add_generation_prompt", "continue_final_message")  # keys of messages that are true or false
+# What others pass beside the template's variables: keys of a line, or no variable at all.
+_NO_VARIABLES = {"messages", "chat_template", "tokenize", *_CHAT_KEYS}
+_VARIABLES = {"enable_thinking", "reasoning_effort"}  # variables that APIs also take as keys of a request
 _EXPECTED = (
     'expected {"prompt": "..."}, {"prompt_ids": [1, 2, 3]} or {"messages": [{"role": "user", "content": "..."}]}'
 )
@@ -116,7 +121,7 @@ class _Prompt:
     ids: list[int] | None = None
     messages: list[dict[str, Any]] | None = None
     where: str = "prompt"
-    tools: list[dict[str, Any]] | None = None
+    chat: dict[str, Any] = field(default_factory=dict)  # arguments of `encode_chat` for the messages
     extra: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -143,6 +148,11 @@ def _notices(prompts: list[_Prompt], config: GenerateConfig) -> list[str]:
         given |= beside.keys() if isinstance(beside, dict) else set()
     if settings := sorted(_SETTINGS & given):
         found.append(f"--prompt-file: {', '.join(settings)} in its lines: settings are flags, for all requests")
+    if variables := sorted(_VARIABLES & given):
+        advice = f'"chat_template_kwargs": {{"{variables[0]}": ...}} beside messages'
+        found.append(f"--prompt-file: {', '.join(variables)} in its lines: sets nothing; give {advice}")
+    if others := sorted(given.intersection(_CHAT_KEYS)):
+        found.append(f"--prompt-file: {', '.join(others)} in its lines: sets nothing without messages")
     return found
 
 
@@ -228,9 +238,7 @@ def _read_line(line: str, where: str) -> _Prompt:
     content = value.pop(kinds[0])
     if kinds == ["prompt"]:
         check_utf8(content, where)
-    tools = value.pop("tools", None) if kinds == ["messages"] else None
-    if tools is not None and not _are_dicts(tools):
-        raise UserError(f"{where}: tools: expected a list of JSON schemas, found {show(tools)}")
+    chat = _chat_arguments({name: value.pop(name, None) for name in _CHAT_KEYS}, where) if kinds == ["messages"] else {}
     try:
         json.dumps(value, allow_nan=False, ensure_ascii=False).encode("utf-8")
     except ValueError:
@@ -238,7 +246,24 @@ def _read_line(line: str, where: str) -> _Prompt:
             f"{where}: other keys are written with the answer: NaN, Infinity and parts of surrogate pairs cannot be"
         ) from None
     fields = {"prompt": "text", "prompt_ids": "ids", "messages": "messages"}
-    return _Prompt(**{fields[kinds[0]]: content}, where=where, tools=tools, extra=_beside_answer(value))
+    return _Prompt(**{fields[kinds[0]]: content}, where=where, chat=chat, extra=_beside_answer(value))
+
+
+def _chat_arguments(values: dict[str, Any], where: str) -> dict[str, Any]:
+    """The arguments of `encode_chat` that the keys of a line with messages give; null: none."""
+    given = {name: value for name, value in values.items() if value is not None}
+    if not _are_dicts(given.get("tools", [])):
+        raise UserError(f"{where}: tools: expected a list of JSON schemas, found {show(given['tools'])}")
+    for name in _FLAGS:
+        if not isinstance(given.get(name, False), bool):
+            raise UserError(f"{where}: {name}: expected true or false, found {show(given[name])}")
+    variables = given.pop("chat_template_kwargs", {})
+    if not isinstance(variables, dict):
+        raise UserError(f"{where}: chat_template_kwargs: expected an object, found {show(variables)}")
+    if wrong := sorted(_NO_VARIABLES & variables.keys()):
+        beside = "is a key beside it" if wrong[0] in ("messages", *_CHAT_KEYS) else "is none"
+        raise UserError(f"{where}: chat_template_kwargs: expected variables of the template; {wrong[0]} {beside}")
+    return given | {"variables": variables}
 
 
 def _beside_answer(others: dict[str, Any]) -> dict[str, Any]:
@@ -292,7 +317,7 @@ def _encode(prompt: _Prompt, config: GenerateConfig, engine: Engine) -> list[int
     if prompt.messages is not None:
         try:
             messages = prompt.messages if prompt.has_system else [*system, *prompt.messages]
-            return tokenizer.encode_chat(messages, limit, tools=prompt.tools)
+            return tokenizer.encode_chat(messages, limit, **prompt.chat)
         except UserError as error:
             raise UserError(f"{prompt.where}: {error}") from None
     assert prompt.text is not None

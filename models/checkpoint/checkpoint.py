@@ -34,6 +34,14 @@ _INDEX = "model.safetensors.index.json"
 _MANIFEST = "SHA256SUMS"
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 ROWS_AT_ONCE = 4096  # rows per comparison of an LM head with its tied embedding
+_BASE = "model."  # the prefix of all tensors but the LM head
+# Prefixes of models that hold the model, longest first, and where they come from.
+_WRAPPERS = {
+    "model.language_model.": "those of a model that reads more than text; save its language model alone",
+    "language_model.": "those of a model that reads more than text; save its language model alone",
+    "_orig_mod.": "those of torch.compile; save the model in it, `model._orig_mod`",
+    "module.": "those of DataParallel; save the model in it, `model.module`",
+}
 _COVERED = ("*.safetensors", "*.json", "*.jinja")
 
 
@@ -87,7 +95,7 @@ class Checkpoint:
 
         Tolerated: `rotary_emb.inv_freq` buffers of older files, and an LM head beside tied embeddings if the values are
         equal (this comparison reads both). If a tied model stores only the LM head, as `safetensors.torch.save_model`
-        does, it is used as the embedding.
+        does, it is used as the embedding. Names that all lack `model.`, as `AutoModel` saves a base model, get it.
 
         Raises:
             UserError: no weights, a missing or broken file (see `read_header`), an index that does not fit the files, a
@@ -95,10 +103,10 @@ class Checkpoint:
                 values than the embedding; names file and tensor.
         """
         entries, files = read_headers(folder, lambda name: is_tolerated(name, config))
-        stored_names = head_as_embedding(entries, files, config)
+        stored_names = _add_base_prefix(entries, files) | head_as_embedding(entries, files, config)
         expected = {name: ExpectedTensor((shape,)) for name, shape in expected_tensors(config).items()}
         check_tensors(folder, entries, files, expected, lambda name: is_tolerated(name, config))
-        check_tied_head(cls(entries, files), config)
+        check_tied_head(cls(entries, files, stored_names), config)
         return cls({name: entries[name] for name in expected}, {name: files[name] for name in expected}, stored_names)
 
     @property
@@ -206,6 +214,16 @@ def is_tolerated(name: str, config: LlamaConfig) -> bool:
     return name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and name == _HEAD)
 
 
+def _add_base_prefix(entries: dict[str, TensorEntry], files: dict[str, Path]) -> dict[str, str]:
+    """Rename the tensors of a base model, as `AutoModel` saves it; returns their names in the files."""
+    if _EMBEDDING.removeprefix(_BASE) not in entries or any(name.startswith(_BASE) for name in entries):
+        return {}
+    stored_names = {_BASE + name: name for name in entries if name != _HEAD}
+    for name, stored in stored_names.items():
+        entries[name], files[name] = entries.pop(stored), files.pop(stored)
+    return stored_names
+
+
 def head_as_embedding(entries: dict[str, TensorEntry], files: dict[str, Path], config: LlamaConfig) -> dict[str, str]:
     """Use the LM head of a tied model that stores no embedding as its embedding; returns its name in the file."""
     if not config.tie_word_embeddings or _HEAD not in entries or _EMBEDDING in entries:
@@ -311,9 +329,10 @@ def check_tensors(
     left_over = [name for name in entries if name not in expected and not tolerates(name)]
     if missing:
         instead = f"{show(left_over[0])} instead" if left_over else "none"
+        advice = _why_missing(missing, left_over) or "download the weights that belong to this config.json"
         raise UserError(
             f"{folder}: tensor {show(missing[0])}: missing ({len(missing)} of {len(expected)} tensors): expected shape "
-            f"{_shapes(expected[missing[0]])}, found {instead}; download the weights that belong to this config.json"
+            f"{_shapes(expected[missing[0]])}, found {instead}; {advice}"
         )
     if left_over:
         name = left_over[0]
@@ -339,6 +358,20 @@ def check_tensors(
                 f"{files[name]}: tensor {show(name)}: wrong dtype: expected {' or '.join(tensor.dtypes)}, "
                 f"found {entry.dtype}; {advice}"
             )
+
+
+def _why_missing(missing: list[str], others: list[str]) -> str | None:
+    """Why tensors are missing and `others` are there, and what to do; None if it is not known."""
+    if missing == [_HEAD]:
+        return (
+            "save the model with its LM head (AutoModelForCausalLM), or set tie_word_embeddings if it is the embedding"
+        )
+    prefix = next((prefix for prefix in _WRAPPERS if any(name.startswith(prefix) for name in others)), None)
+    if prefix is not None:
+        return f"names with '{prefix}' are {_WRAPPERS[prefix]}"
+    if any(name.startswith(("embed_tokens.", "layers.")) for name in others):
+        return f"the names lack '{_BASE}', as of a base model; save it with its LM head (AutoModelForCausalLM)"
+    return None
 
 
 def _shapes(tensor: ExpectedTensor) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 from pathlib import Path
@@ -92,7 +93,9 @@ def parse_json_object(data: bytes) -> dict[str, Any]:
 
 
 def read_json(path: Path, purpose: str) -> dict[str, Any]:
-    """Read a JSON object; `purpose` completes the message "the model folder needs it ..." for a missing file.
+    """Read a JSON object, with or without a byte order mark.
+
+    `purpose` completes the message "the model folder needs it ..." for a missing file.
 
     Raises:
         UserError: missing or unreadable file, a Git-LFS pointer, an HTML page, or not a JSON object.
@@ -109,6 +112,6 @@ def read_json(path: Path, purpose: str) -> dict[str, Any]:
     if foreign is not None:
         raise UserError(f"{path}: expected JSON, found {foreign}")
     try:
-        return parse_json_object(data)
+        return parse_json_object(data.removeprefix(codecs.BOM_UTF8))
     except ValueError as error:
         raise UserError(f"{path}: expected JSON, found {show(str(error))}; download the file again") from None

@@ -35,10 +35,11 @@ def family_of(config: ConfigFile) -> Family:
         raise config.error("model_type", known, model_type, f"give a model of {_NAMES}")
     if architectures is None:
         return families[0]
-    # Spellings differ in case: LLaMAForCausalLM.
+    # Spellings differ in case: LLaMAForCausalLM. A base model, which `AutoModel` saves, is LlamaModel.
     given = [each.lower() for each in architectures if isinstance(each, str)] if isinstance(architectures, list) else []
     for family in families:
-        if family.architecture.lower() in given:
+        name = family.architecture.lower()
+        if name in given or name.replace("forcausallm", "model") in given:
             return family
     known = ", ".join(family.architecture for family in families)
     known += f" (model_type is {model_type!r})" if model_type is not None else ""

@@ -18,11 +18,13 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from alspec.errors import UserError, show
 from alspec.models.checkpoint.files import absent, foreign_content, is_there
 
-__all__ = ["TOOLS_NAME", "find_template", "render_chat", "with_text_contents"]
+__all__ = ["TOOLS_NAME", "find_template", "render_chat", "with_continued_end", "with_text_contents"]
 
 _TEMPLATE_FILE = "chat_template.jinja"
 _TOOLS_FILE = "additional_chat_templates/tool_use.jinja"
 _TOOL_ROLES = ("tool", "ipython")  # of messages with what a tool returned; the second one is Llama 3's
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+_END = "CONTINUE_FINAL_MESSAGE_TAG "  # marks where the content of the last message ends
 TOOLS_NAME = "tool_use"  # of the named template that is used with tools, if there is one
 
 
@@ -95,8 +97,9 @@ def find_template(folder: Path, tokenizer_config: dict[str, Any], has_tools: boo
 def with_text_contents(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Messages whose contents are texts: the text parts of a list, as in OpenAI's API, are joined by a line feed.
 
-    Templates of text models expect a text. vLLM joins parts in the same way. A message that calls tools may have no
-    content, which its template does not read. What a tool returned may be any JSON, which its template writes.
+    Templates of text models expect a text. vLLM joins parts in the same way. A content may be null, and is left out
+    where a message calls tools or has a reasoning. What a tool returned may be any JSON, which its template writes. As
+    in transformers, keys with null are dropped, and templates find a reasoning under each of its names.
 
     Raises:
         UserError: what is no message, or a content or a part that is no text.
@@ -105,17 +108,45 @@ def with_text_contents(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for index, message in enumerate(messages):
         if not isinstance(message, dict):
             raise UserError(f'messages[{index}]: expected {{"role": "user", "content": "..."}}, found {show(message)}')
+        may_lack_content = any(message.get(name) for name in ("tool_calls", *_REASONING)) or "content" in message
+        message = _with_reasoning({name: value for name, value in message.items() if value is not None})
         content = message.get("content")
         if message.get("role") in _TOOL_ROLES and isinstance(content, dict | list) and not _are_texts(content):
             texts.append(message)
         elif isinstance(content, list):
             texts.append(message | {"content": "\n".join(_text_of(part, index) for part in content)})
-        elif isinstance(content, str) or (content is None and message.get("tool_calls")):
+        elif isinstance(content, str) or (content is None and may_lack_content):
             texts.append(message)
         else:
-            found = show(content) if "content" in message else "none"
+            found = "none" if content is None else show(content)
             raise UserError(f"messages[{index}]: content: expected a text or a list of text parts, found {found}")
     return texts
+
+
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose reasoning is also under the names that templates read, as transformers renames it."""
+    reasoning = next((message[name] for name in _REASONING if name in message), None)
+    return message if reasoning is None else {"thinking": reasoning} | message | {"reasoning_content": reasoning}
+
+
+def with_continued_end(render: Callable[[list[dict[str, Any]]], str], messages: list[dict[str, Any]]) -> str:
+    """The text of `messages` up to the end of the last content, which the model then continues, as in transformers.
+
+    Args:
+        render: writes messages, as `render_chat` does.
+        messages: as of `with_text_contents`.
+    Raises:
+        UserError: the last message has no text, or the template does not write it.
+    """
+    content = messages[-1].get("content") if messages else None
+    if not isinstance(content, str):
+        raise UserError("continue_final_message: expected a last message with a text as its content, found none")
+    text = render([*messages[:-1], messages[-1] | {"content": content + _END}])
+    end = text.rfind(_END.strip())
+    if end < 0 or content.strip() not in text:
+        raise UserError("continue_final_message: the chat template does not write the last message unchanged")
+    # A template that trims contents also trimmed the space behind the mark.
+    return text[:end] if text.startswith(_END, end) else text[:end].rstrip()
 
 
 def _are_texts(content: Any) -> bool:
@@ -163,7 +194,7 @@ def render_chat(
 ) -> str:
     """Render `messages`, with the conventions of Hugging Face templates.
 
-    The template can use `messages`, `add_generation_prompt`, `tools`, `documents=None` and `variables` (such as
+    The template can use `messages`, `add_generation_prompt`, `tools`, `documents` and `variables` (such as
     `bos_token`), the functions `raise_exception` and `strftime_now`, a `tojson` that escapes nothing, and the
     block `{% generation %}`.
 
@@ -175,12 +206,8 @@ def render_chat(
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
-    variables = variables | {
-        "messages": messages,
-        "add_generation_prompt": add_generation_prompt,
-        "tools": tools,
-        "documents": None,
-    }
+    variables = {"documents": None} | variables
+    variables |= {"messages": messages, "add_generation_prompt": add_generation_prompt, "tools": tools}
     try:
         text = environment.from_string(template).render(variables)
     except SecurityError as error:

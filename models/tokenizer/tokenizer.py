@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import operator
 import re
@@ -13,9 +14,14 @@ from typing import Any, Self
 import tokenizers
 
 from alspec.errors import UserError, show
-from alspec.models.checkpoint.files import absent, check_utf8, foreign_content
+from alspec.models.checkpoint.files import absent, check_utf8, foreign_content, is_there
 from alspec.models.llama_config import LlamaConfig
-from alspec.models.tokenizer.chat_template import find_template, render_chat, with_text_contents
+from alspec.models.tokenizer.chat_template import (
+    find_template,
+    render_chat,
+    with_continued_end,
+    with_text_contents,
+)
 from alspec.models.tokenizer.tokenizer_config import add_tokens, naming_file, read_tokenizer_config, special_tokens
 
 __all__ = ["Prompt", "StreamDecoder", "Tokenizer", "encode_prompts", "prompts_of", "spelled", "token_ids"]
@@ -24,6 +30,7 @@ Prompt = str | Sequence[int]
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 PROMPT_CONTEXT = 8  # prompt tokens, at least, decoded in front of an answer; a character has up to 4 tokens
+_OLD_FILES = (("vocab.json", "merges.txt"), ("tokenizer.model",))  # tokenizers that transformers converts
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
@@ -218,8 +225,9 @@ class Tokenizer:
         self,
         messages: list[dict[str, Any]],
         tools: list[dict[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
+        add_generation_prompt: bool | None = None,
         variables: dict[str, Any] | None = None,
+        continue_final_message: bool = False,
     ) -> str:
         """The text of `messages`, as the template of the checkpoint writes it.
 
@@ -227,12 +235,17 @@ class Tokenizer:
             messages: dicts with `role` and `content`, and whatever else the template reads. A content may be a list of
                 text parts; see `with_text_contents`.
             tools: functions that the model may call, as JSON schemas.
-            add_generation_prompt: end with the beginning of the assistant's answer.
+            add_generation_prompt: end with the beginning of the assistant's answer. Default: unless the last message
+                is continued.
             variables: others that the template reads, such as `enable_thinking`.
+            continue_final_message: end with the content of the last message, for the model to continue it.
         Raises:
             UserError: the folder has no usable chat template; see `find_template`, `render_chat`. A part of a content
-                that is no text.
+                that is no text, a last message that cannot be continued, or a new answer beside it.
         """
+        if add_generation_prompt and continue_final_message:
+            raise UserError("add_generation_prompt and continue_final_message exclude each other; give one of them")
+        adds_prompt = not continue_final_message if add_generation_prompt is None else add_generation_prompt
         template = find_template(self._folder, self._settings, has_tools=tools is not None)
         if template is None:
             raise UserError(
@@ -241,7 +254,11 @@ class Tokenizer:
             )
         names = self._special_tokens | (variables or {})
         texts = with_text_contents(messages)
-        return render_chat(template, texts, names, str(self._folder), tools, add_generation_prompt)
+
+        def render(texts: list[dict[str, Any]]) -> str:
+            return render_chat(template, texts, names, str(self._folder), tools, adds_prompt)
+
+        return with_continued_end(render, texts) if continue_final_message else render(texts)
 
     def encode_chat(
         self,
@@ -249,13 +266,15 @@ class Tokenizer:
         max_total_tokens: int | None = None,
         *,
         tools: list[dict[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
+        add_generation_prompt: bool | None = None,
+        variables: dict[str, Any] | None = None,
+        continue_final_message: bool = False,
     ) -> list[int]:
         """Token ids of `apply_chat_template`, with exactly one BOS (see `encode`) whether or not the template has it.
 
         If the template begins with tokenizer_config.json's begin token, no other begin token is added.
         """
-        text = self.apply_chat_template(messages, tools, add_generation_prompt)
+        text = self.apply_chat_template(messages, tools, add_generation_prompt, variables, continue_final_message)
         bos = self._special_tokens.get("bos_token")
         has_own = bos is not None and text.startswith(bos) and self._begin_ids != [self.bos_token_id]
         return self.encode(text, add_bos=not has_own, max_total_tokens=max_total_tokens)
@@ -401,18 +420,25 @@ class StreamDecoder:
         return text[len(before) :]
 
 
+def _instead(path: Path) -> str:
+    """What lies in the place of a missing tokenizer.json, and what to do."""
+    names = next((names for names in _OLD_FILES if all(map(is_there, map(path.with_name, names)))), None)
+    if path.is_symlink() or names is None:
+        return f"{absent(path)}; download it"
+    folder = str(path.parent)
+    save = f"from transformers import AutoTokenizer as T; T.from_pretrained({folder!r}).save_pretrained({folder!r})"
+    return f'only {" and ".join(names)}; save it with transformers: python -c "{save}"'
+
+
 def _load(path: Path) -> tokenizers.Tokenizer:
     if not path.is_file():
-        raise UserError(
-            f"{path}: expected a tokenizer, found {absent(path)}; download it (tokenizer.model alone is not read: "
-            "save the tokenizer with transformers to convert it)"
-        )
+        raise UserError(f"{path}: expected a tokenizer, found {_instead(path)}")
     try:
-        with path.open("rb") as file:
-            foreign = foreign_content(file.read(512))
+        data = path.read_bytes()
+        foreign = foreign_content(data)
         if foreign is not None:
             raise UserError(f"{path}: expected a tokenizer, found {foreign}")
-        core = tokenizers.Tokenizer.from_file(str(path))
+        core = tokenizers.Tokenizer.from_buffer(data.removeprefix(codecs.BOM_UTF8))
         core.encode("", add_special_tokens=True)
     except UserError:
         raise

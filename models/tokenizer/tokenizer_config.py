@@ -1,4 +1,4 @@
-"""tokenizer_config.json and special_tokens_map.json: settings that tokenizer.json does not contain."""
+"""tokenizer_config.json, special_tokens_map.json, added_tokens.json: settings that tokenizer.json does not contain."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from alspec.models.checkpoint.files import check_utf8, is_there, read_json
 __all__ = ["add_tokens", "is_token_id", "naming_file", "read_tokenizer_config", "special_tokens"]
 
 _CONFIG, _MAP = "tokenizer_config.json", "special_tokens_map.json"
+_OLD, _DECODER = "added_tokens.json", "added_tokens_decoder"  # the file is read without the setting
 _MAPPED = ("bos_token", "eos_token", "pad_token", "unk_token")  # tokens that special_tokens_map.json may supply
 _LISTS = ("extra_special_tokens", "additional_special_tokens")  # the first one, if there is one
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
@@ -25,14 +26,28 @@ def _read(path: Path) -> dict[str, Any]:
 def read_tokenizer_config(folder: Path) -> dict[str, Any]:
     """Settings of tokenizer_config.json, with the special tokens that only special_tokens_map.json names.
 
-    Neither file needs to exist.
+    Without `added_tokens_decoder` it is made of added_tokens.json, as in transformers. No file needs to exist.
 
     Raises:
         UserError: a broken file.
     """
     settings, mapped = _read(folder / _CONFIG), _read(folder / _MAP)
     named = [*special_tokens(settings), *(name for name in _LISTS if name in settings)]
-    return settings | {name: mapped[name] for name in (*_MAPPED, _LISTS[1]) if name in mapped and name not in named}
+    settings |= {name: mapped[name] for name in (*_MAPPED, _LISTS[1]) if name in mapped and name not in named}
+    if _DECODER not in settings and is_there(folder / _OLD):
+        settings[_DECODER] = _old_tokens(folder / _OLD, {entry["content"] for entry in _named_entries(settings)})
+    return settings
+
+
+def _old_tokens(path: Path, special: set[str]) -> dict[str, Any]:
+    """The tokens of added_tokens.json, which has ids by token, as `added_tokens_decoder` has them."""
+    ids = _read(path)
+    if not all(type(token_id) is int and token_id >= 0 for token_id in ids.values()):
+        raise UserError(f"{path}: expected ids by token, found {show(ids)}; download the file again")
+    return {
+        str(token_id): {"content": token, "special": token in special, "normalized": token not in special}
+        for token, token_id in ids.items()
+    }
 
 
 def special_tokens(settings: dict[str, Any]) -> dict[str, str]:
@@ -59,14 +74,16 @@ def add_tokens(core: tokenizers.Tokenizer, settings: dict[str, Any], folder: Pat
     """Add the tokens of `added_tokens_decoder` that tokenizer.json lacks to `core`, and apply the flags of all of them.
 
     New tokens get the next free ids, which must be the ids in the folder. New tokens with ids from `vocab_size` on have
-    no embedding and are left out. Words of the vocabulary that the settings name as special tokens become special, as
-    in transformers.
+    no embedding and are left out. What tokenizer.json says of a token holds beside added_tokens.json. Words of the
+    vocabulary that the settings name as special tokens become special, as in transformers.
 
     Raises:
         UserError: a new token gets another id than in the folder, or an entry is not a token.
     """
-    where = f"{folder / _CONFIG}: added_tokens_decoder"
-    added = settings.get("added_tokens_decoder") or {}
+    is_old = _DECODER not in _read(folder / _CONFIG)
+    where = str(folder / _OLD) if is_old else f"{folder / _CONFIG}: {_DECODER}"
+    added = settings.get(_DECODER) or {}
+    known = {token.content for token in core.get_added_tokens_decoder().values()} if is_old else set()
     if not isinstance(added, dict) or not all(map(is_token_id, added)):
         raise UserError(f"{where}: expected tokens by id, found {show(added)}; download the file again")
     ids: dict[str, int] = {}  # of new tokens
@@ -74,7 +91,7 @@ def add_tokens(core: tokenizers.Tokenizer, settings: dict[str, Any], folder: Pat
     for key in sorted(added, key=int):
         token = _token(added[key], f"{where}: {key}")
         is_new = core.token_to_id(token.content) is None
-        if token.content and (int(key) < vocab_size or not is_new):
+        if token.content and token.content not in known and (int(key) < vocab_size or not is_new):
             tokens.append(token)
             if is_new:
                 ids.setdefault(token.content, int(key))

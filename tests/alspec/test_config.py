@@ -212,6 +212,7 @@ def test_an_integer_that_python_does_not_print_is_refused(sign: int) -> None:
         ({"prompt_ids": "1, 2,3"}, {"prompt_ids": (1, 2, 3)}),
         ({"prompt_ids": [1, 2, 3]}, {"prompt_ids": (1, 2, 3)}),
         ({"stop": ["a", "b"]}, {"stop": ("a", "b")}),
+        ({"stop": None, "stop_ids": None, "logit_bias": None}, {"stop": (), "stop_ids": None, "logit_bias": {}}),
         ({"json": "out.json"}, {"json_file": Path("out.json")}),
     ],
     ids=str,

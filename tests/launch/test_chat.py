@@ -113,6 +113,25 @@ def test_commands(talk: Talk, tmp_path: Path) -> None:
     assert "alspec: cannot write /none/x: " in err
 
 
+def test_a_template_without_system_messages(make_checkpoint: Callable[..., Path], talk: Talk) -> None:
+    """As that of the first Mistral. A refused command changes nothing."""
+    template = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('only user and assistant') }}{% endif %}"
+        "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}<assistant>"
+    )
+    model = make_checkpoint(chat_template=template)
+    code, out, err = talk("hi\n", "--system", "be brief", model=model)
+    assert (code, out) == (2, "")
+    message = "the model's chat template takes no system message; leave it out\n"
+    assert err.endswith(f": --system: {message}")
+    assert err.count("\n") == 1
+    code, _, err = talk("hi\n/system be brief\nho\n", "--max-new-tokens", 3, "--ignore-eos", model=model)
+    assert code == 0
+    assert f"alspec: /system: {message}" in err
+    (first, _, new, _), second = turns(err)
+    assert second[0] == 2 * first + new, "the turn before is there, and no system message"
+
+
 def test_messages_of_a_conversation() -> None:
     conversation = Conversation("a")
     user = {"role": "user", "content": "hi"}

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -315,6 +316,80 @@ def test_against_transformers(single_folder: Path) -> None:
             assert tokenizer.encode_chat(TWO_TURNS, **options) == oracle.encode(expected, add_special_tokens=False)
 
 
+ANSWER = {"role": "assistant", "content": " The capital is "}
+TEMPLATES = {
+    "as it is": "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}{{ x }}",
+    "trimmed": "{% for m in messages %}<|{{ m.role }}|>{{ m.content | trim }}<|end|>{% endfor %}",
+    "reasoning": "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% if m.reasoning_content %}"
+    "<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.name is none }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% if enable_thinking is false %}<think></think>{% endif %}{% endif %}",
+}
+
+
+@pytest.fixture
+def both(single_folder: Path) -> Callable[[str], tuple[Tokenizer, Any]]:
+    """Our tokenizer and that of transformers, with a template."""
+    from transformers import PreTrainedTokenizerFast
+
+    def read(template: str) -> tuple[Tokenizer, Any]:
+        (single_folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+        ours = Tokenizer.from_folder(single_folder, LlamaConfig.from_folder(single_folder))
+        return ours, PreTrainedTokenizerFast.from_pretrained(single_folder)
+
+    return read
+
+
+@pytest.mark.parametrize(
+    "content", ["The capital is", " The capital is ", "", [{"type": "text", "text": "The "}]], ids=str
+)
+@pytest.mark.parametrize("name", [*TEMPLATES, LLAMA_3_1])
+def test_the_last_message_is_continued_as_in_transformers(name: str, content: Any, both: Callable[..., Any]) -> None:
+    if name not in TEMPLATES and not (PUBLISHED / "templates" / name).exists():
+        pytest.skip("needs the templates in shared/hf/templates")
+    template = TEMPLATES.get(name) or (PUBLISHED / "templates" / name).read_text(encoding="utf-8")
+    tokenizer, oracle = both(template)
+    messages = [*USER_ONLY, {"role": "assistant", "content": content}]
+    given = [*USER_ONLY, {"role": "assistant", "content": content if isinstance(content, str) else "The "}]
+    expected = oracle.apply_chat_template(given, tokenize=False, continue_final_message=True)
+    assert tokenizer.apply_chat_template(messages, continue_final_message=True) == expected
+    ids = tokenizer.encode_chat(messages, continue_final_message=True, add_generation_prompt=False)
+    assert ids == tokenizer.encode(expected)
+
+
+def test_messages_that_cannot_be_continued(both: Callable[..., Any]) -> None:
+    tokenizer, _ = both(TEMPLATES["as it is"])
+    with pytest.raises(UserError, match="exclude each other"):
+        tokenizer.encode_chat([*USER_ONLY, ANSWER], add_generation_prompt=True, continue_final_message=True)
+    for messages in ([], [*USER_ONLY, {"role": "assistant", "content": None}]):
+        with pytest.raises(UserError, match=r"^continue_final_message: expected a last message with a text"):
+            tokenizer.encode_chat(messages, continue_final_message=True)
+    tokenizer, _ = both("{{ messages[0].content }}")
+    with pytest.raises(UserError, match=r"^continue_final_message: the chat template does not write the last message"):
+        tokenizer.encode_chat([*USER_ONLY, ANSWER], continue_final_message=True)
+
+
+@pytest.mark.parametrize("variables", [{}, {"enable_thinking": False}, {"enable_thinking": True}, {"bos_token": "x"}])
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"content": None, "reasoning_content": "why"},
+        {"content": None, "reasoning": "why", "name": None},
+        {"thinking": "why"},
+        {"content": None},
+        {"content": None, "tool_calls": [{"function": {"name": "f"}}]},
+    ],
+    ids=str,
+)
+def test_variables_and_null_are_those_of_transformers(
+    answer: dict[str, Any], variables: dict[str, Any], both: Callable[..., Any]
+) -> None:
+    tokenizer, oracle = both(TEMPLATES["reasoning"])
+    messages = [*USER_ONLY, {"role": "assistant"} | answer, *USER_ONLY]
+    expected = oracle.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **variables)
+    assert tokenizer.apply_chat_template(messages, variables=variables) == expected
+    assert tokenizer.encode_chat(messages, variables=variables) == tokenizer.encode(expected)
+
+
 @pytest.mark.parametrize("content", [{"a": 1}, {"b": ["x", {"c": None}]}, [1, "two"], "text", '{"a": 1}'], ids=str)
 @pytest.mark.parametrize("role", ["tool", "ipython"])
 @pytest.mark.parametrize("name", [LLAMA_3_1, "meta-llama-Llama-3.2-3B-Instruct.jinja"])
@@ -343,14 +418,14 @@ def test_text_parts_of_a_tools_result_are_joined() -> None:
     assert with_text_contents([{"role": "tool", "content": parts}]) == [{"role": "tool", "content": "a\nb"}]
 
 
-@pytest.mark.parametrize("content", [{"type": "text", "text": "x"}, 5, None, True])
+@pytest.mark.parametrize("content", [{"type": "text", "text": "x"}, 5, True])
 def test_a_content_that_is_no_text_is_refused(content: Any) -> None:
-    """A template would write Python's spelling of it. A message that calls tools may have none."""
+    """A template would write Python's spelling of it. A message that calls tools may have none, and null is none."""
     with pytest.raises(UserError, match=r"^messages\[1\]: content: expected a text or a list of text parts, found"):
         with_text_contents([{"role": "user", "content": "a"}, {"role": "user", "content": content}])
     with pytest.raises(UserError, match=r"^messages\[0\]: content: expected a text .*, found none$"):
         with_text_contents([{"role": "user"}])
     calls = [{"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}]
-    assert with_text_contents(calls) == calls
+    assert with_text_contents(calls) == [{"role": "assistant", "tool_calls": calls[0]["tool_calls"]}]
     with pytest.raises(UserError, match=r"^messages\[0\]: expected .* found 'hi'$"):
         with_text_contents(["hi"])  # type: ignore[list-item]

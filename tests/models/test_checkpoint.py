@@ -183,6 +183,45 @@ def test_a_tied_head_alone_is_the_embedding(make_folder: Callable[..., Path]) ->
         open_folder(folder)
 
 
+@pytest.mark.parametrize(("head", "shards"), [("tied", False), ("tied", True), ("stored", False), ("none", True)])
+def test_a_base_model_is_that_of_transformers(head: str, shards: bool, make_folder: Callable[..., Path]) -> None:
+    """`AutoModel` drops the prefix `model.` and the LM head; some folders have the head beside it."""
+    from transformers import AutoModel, AutoModelForCausalLM
+
+    whole = make_folder(tie_word_embeddings=head == "tied")
+    folder = whole.with_name("base")
+    AutoModel.from_pretrained(whole).save_pretrained(folder, max_shard_size=40_000 if shards else "1GB")
+    if head == "stored":
+        path, stored = folder / "model.safetensors", load_file(whole / "model.safetensors")
+        save_file(load_file(path) | {"lm_head.weight": stored["lm_head.weight"]}, path, {"format": "pt"})
+    if head == "none":
+        with pytest.raises(UserError, match=r"'lm_head.weight': missing .*; save the model with its LM head"):
+            open_folder(folder)
+        return
+    checkpoint, oracle = open_folder(folder), AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    assert set(checkpoint.entries) == set(expected_tensors(LlamaConfig.from_folder(whole)))
+    for name in checkpoint.entries:
+        assert torch.equal(checkpoint.tensor_slice(name), oracle[name])
+
+
+@pytest.mark.parametrize(
+    ("prefix", "advice"),
+    [
+        ("_orig_mod.", "names with '_orig_mod.' are those of torch.compile; save the model in it"),
+        ("language_model.", "names with 'language_model.' are those of a model that reads more than text; save"),
+        ("model.language_model.", "names with 'model.language_model.' are those of a model that reads more"),
+        ("module.", "names with 'module.' are those of DataParallel; save the model in it"),
+    ],
+)
+def test_other_prefixes_of_names_are_explained(prefix: str, advice: str, single_folder: Path) -> None:
+    path = single_folder / "model.safetensors"
+    is_inside = prefix.startswith("model.")
+    tensors = load_file(path)
+    save_file({prefix + (name.removeprefix("model.") if is_inside else name): tensors[name] for name in tensors}, path)
+    with pytest.raises(UserError, match=rf"missing .*{re.escape(advice)}"):
+        open_folder(single_folder)
+
+
 @pytest.mark.parametrize("is_sharded", [False, True], ids=["single", "sharded"])
 def test_tolerated_tensors(is_sharded: bool, make_folder: Callable[..., Path]) -> None:
     """In shards also if the index does not name them, names them elsewhere, or they occur twice."""

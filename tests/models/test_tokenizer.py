@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -369,6 +370,38 @@ def test_a_whole_folder(make_folder: Callable[..., Path]) -> None:
     assert tokenizer.decode(ids) == "the cat"
 
 
+def test_a_byte_order_mark_is_no_part_of_a_file(single_folder: Path) -> None:
+    """Editors on Windows write one."""
+    expected = Tokenizer.from_folder(single_folder, LlamaConfig.from_folder(single_folder)).encode("the cat")
+    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        (single_folder / name).write_bytes(codecs.BOM_UTF8 + (single_folder / name).read_bytes())
+    assert Tokenizer.from_folder(single_folder, LlamaConfig.from_folder(single_folder)).encode("the cat") == expected
+
+
+@pytest.mark.parametrize("name", ["vocab.json", "tokenizer.model"])
+def test_files_of_an_old_tokenizer_are_to_be_converted(name: str, single_folder: Path) -> None:
+    """The advice works."""
+    path = single_folder / "tokenizer.json"
+    expected = Tokenizer.from_folder(single_folder, LlamaConfig.from_folder(single_folder)).encode("the cat")
+    core = Core.from_file(str(path))
+    path.unlink()
+    found = name
+    if name == "vocab.json":
+        core.model.save(str(single_folder))
+        found = "vocab.json and merges.txt"
+        settings = {"tokenizer_class": "Qwen2Tokenizer", "bos_token": "<|begin|>"}
+        (single_folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    else:
+        (single_folder / name).write_bytes(b"")
+    with pytest.raises(UserError, match=rf"tokenizer.json: expected a tokenizer, found only {found}; save it") as error:
+        Tokenizer.from_folder(single_folder, LlamaConfig.from_folder(single_folder))
+    if name == "vocab.json":
+        program = str(error.value).partition('python -c "')[2].removesuffix('"')
+        exec(program)
+        ids = Tokenizer.from_folder(single_folder, LlamaConfig.from_folder(single_folder)).encode("the cat")
+        assert ids == expected[1:]  # Qwen2's has no begin token
+
+
 def test_an_interrupt_is_not_reported_as_an_unreadable_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A panic of the library is not an `Exception` either."""
 
@@ -376,7 +409,7 @@ def test_an_interrupt_is_not_reported_as_an_unreadable_file(tmp_path: Path, monk
         raise KeyboardInterrupt
 
     (tmp_path / "tokenizer.json").write_text("{}", encoding="utf-8")
-    monkeypatch.setattr(tokenizers, "Tokenizer", SimpleNamespace(from_file=interrupted))
+    monkeypatch.setattr(tokenizers, "Tokenizer", SimpleNamespace(from_buffer=interrupted))
     with pytest.raises(KeyboardInterrupt):
         Tokenizer.from_folder(tmp_path, config())
 

@@ -118,6 +118,48 @@ def test_texts_are_those_of_transformers_whatever_the_flags(
         assert tokenizer.encode(text, add_bos=False) == oracle(text, add_special_tokens=False)["input_ids"]
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"eos_token": "<|x|>"}, {"additional_special_tokens": ["<|x|>"]}, {"added_tokens_decoder": {}}],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "added",
+    [{"<|x|>": FIRST, "<y>": FIRST + 1}, {"<y>": FIRST, "<|x|>": FIRST + 1}, {"<|end|>": 1, "<|x|>": FIRST}],
+    ids=str,
+)
+def test_an_old_file_of_added_tokens_is_read_as_in_transformers(
+    added: dict[str, int], settings: dict[str, Any], write: Callable[..., Path]
+) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    folder = write(settings)
+    (folder / "added_tokens.json").write_text(json.dumps(added), encoding="utf-8")
+    tokenizer, oracle = load(folder), PreTrainedTokenizerFast.from_pretrained(folder)
+    text = "the<|x|> cat <y>the < y > the<|end|>"
+    ids = tokenizer.encode(text)
+    assert ids == oracle.encode(text)
+    assert tokenizer.decode(ids) == oracle.decode(ids, skip_special_tokens=True)
+    assert tokenizer.eos_token_ids == ((added["<|x|>"],) if "eos_token" in settings else ())
+
+
+@pytest.mark.parametrize(
+    ("added", "needle"),
+    [
+        ({"<new>": FIRST + 1}, f"'<new>': expected id {FIRST + 1}, found id {FIRST} with this tokenizer.json; use"),
+        ({"<new>": "1"}, "expected ids by token, found {'<new>': '1'}; download"),
+        ({"<new>": -1}, "expected ids by token, found {'<new>': -1}; download"),
+    ],
+    ids=str,
+)
+def test_old_tokens_that_cannot_be_added_are_refused(added: Any, needle: str, write: Callable[..., Path]) -> None:
+    folder = write({})
+    (folder / "added_tokens.json").write_text(json.dumps(added), encoding="utf-8")
+    with pytest.raises(UserError) as caught:
+        load(folder)
+    assert str(caught.value).startswith(f"{folder / 'added_tokens.json'}: {needle}")
+
+
 def test_a_token_that_the_settings_make_special_is_not_printed(
     write: Callable[..., Path], byte_level_core: Callable[[], Core]
 ) -> None:

@@ -126,6 +126,60 @@ def test_settings_in_a_line_are_named(run: Run, checkpoint: Path, tmp_path: Path
     assert "--prompt-file" not in run(*flags, "--prompt-file", path)[2]
 
 
+def test_keys_beside_messages_reach_the_chat_template(
+    run: Run, make_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    checkpoint = make_checkpoint(
+        chat_template="{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% if enable_thinking is false %}none{% endif %}{% endif %}"
+    )
+    user, answer = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "It is"}
+    lines = [
+        {"messages": [user], "chat_template_kwargs": {"enable_thinking": False}, "tools": None},
+        {"messages": [user], "add_generation_prompt": False, "chat_template_kwargs": None},
+        {"messages": [user, answer], "continue_final_message": True},
+        {"messages": [user, answer], "continue_final_message": True, "add_generation_prompt": False},
+        {"messages": [user], "enable_thinking": False},
+        {"prompt": "hi", "continue_final_message": True},
+    ]
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    flags = ("--prompt-file", path, "--json", tmp_path / "out.json", *SMALL)
+    err = run("--model", checkpoint, "--transport", "gloo", *flags)[2]
+    found = [request["prompt_ids"] for request in read_json(tmp_path / "out.json")["requests"]]
+    tokenizer = Engine.from_pretrained(checkpoint, transport="gloo").tokenizer
+    assert tokenizer is not None
+    begin = "<user>hi<end>"
+    texts = [f"{begin}<assistant>none", begin, *[f"{begin}<assistant>It is"] * 2, f"{begin}<assistant>", "hi"]
+    assert found == [tokenizer.encode(text) for text in texts]
+    advice = 'sets nothing; give "chat_template_kwargs": {"enable_thinking": ...} beside messages'
+    assert f"alspec: --prompt-file: enable_thinking in its lines: {advice}\n" in err
+    assert "alspec: --prompt-file: continue_final_message in its lines: sets nothing without messages\n" in err
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"continue_final_message": "yes"}, "continue_final_message: expected true or false, found 'yes'"),
+        ({"add_generation_prompt": 1}, "add_generation_prompt: expected true or false, found 1"),
+        ({"add_generation_prompt": True, "continue_final_message": True}, "exclude each other; give one of them"),
+        ({"chat_template_kwargs": [1]}, "chat_template_kwargs: expected an object, found [1]"),
+        ({"chat_template_kwargs": {"tools": []}}, "expected variables of the template; tools is a key beside it"),
+        ({"chat_template_kwargs": {"tokenize": True}}, "expected variables of the template; tokenize is none"),
+    ],
+    ids=str,
+)
+def test_wrong_keys_beside_messages_name_the_line(
+    keys: dict[str, Any], message: str, run: Run, checkpoint: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps({"messages": [{"role": "user", "content": "hi"}]} | keys))
+    code, _, err = run("--model", checkpoint, "--transport", "gloo", "--prompt-file", path, *SMALL)
+    assert code == 2
+    assert f"{path}:1: " in err
+    assert message in err
+
+
 @pytest.mark.parametrize("other", ['"\\ud800x"', "NaN", "[-Infinity]"])
 def test_other_keys_that_cannot_be_written_are_refused(run: Run, checkpoint: Path, tmp_path: Path, other: str) -> None:
     path = tmp_path / "prompts.jsonl"
