@@ -14,7 +14,7 @@ from alspec.errors import UserError
 from alspec.launch.terminal.display import StatusLine
 from alspec.launch.terminal.flags import notify
 from alspec.launch.terminal.output import append_rows, write_text
-from alspec.models.checkpoint.source import model_name
+from alspec.models.checkpoint.source import drafter_name, model_name
 from alspec.runtime.decode.rounds.captured_round import CapturedRoundStep
 from alspec.runtime.engine.engine import Engine
 from alspec.runtime.profiling.profile import Profile, RoundProfile, cache_tokens, measure_rounds, prepare
@@ -34,11 +34,15 @@ def check_rounds(config: LatencyConfig) -> None:
         UserError: names the flag.
     """
     if config.draft == "off":
-        if config.acceptances != ("real",):
+        if _forces_acceptance(config):
             raise UserError("flags: --acceptances: only drafts are accepted; add --draft, or leave it out")
         return
     if config.modes != ("off",):
         raise UserError(f"flags: --modes: --draft needs off, found {','.join(config.modes)}; leave --modes out")
+
+
+def _forces_acceptance(config: LatencyConfig) -> bool:
+    return any(acceptance != "real" for acceptance in config.acceptances)
 
 
 def sweep_rounds(
@@ -63,7 +67,7 @@ def sweep_rounds(
     engine.timeline.enabled = config.trace is not None and not engine.is_fused
     engine.timeline.keeps_rounds = config.trace is not None
     step = engine.decode_step
-    if config.acceptances != ("real",) and not isinstance(step, CapturedRoundStep):
+    if _forces_acceptance(config) and not isinstance(step, CapturedRoundStep):
         raise UserError("flags: --acceptances: forced shares need captured rounds: up to 128 rows on GPUs")
     status.show("preparing")
     prepare(engine, config.sampling)
@@ -102,7 +106,7 @@ def _row(
             "context": profile.context,
             "text": None if config.prompt_file is None else config.prompt_file.name,
             "kv_cache": config.kv_cache,
-            "draft": config.draft.rpartition("/")[2],
+            "draft": drafter_name(config),
             "draft_tokens": config.draft_tokens,
             "draft_weights": engine.draft_weights_name or "auto",
             "weights": engine.weights_name,

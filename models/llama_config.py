@@ -202,9 +202,13 @@ class LlamaConfig(Frozen):
         its shards may be uneven. Quantised weights that are split by input channels must be split between groups.
         """
         common = math.gcd(self.num_qo_heads, self.intermediate_size)
-        sizes = (size for size in range(1, common + 1) if common % size == 0)
-        sizes = (size for size in sizes if self.num_kv_heads % size == 0 or size % self.num_kv_heads == 0)
+        sizes = filter(self.divides_over, range(1, common + 1))
         return tuple(size for size in sizes if size == 1 or self._splits_groups(size) is None)
+
+    def divides_over(self, tp_size: int) -> bool:
+        """Whether `tp_size` ranks can share heads and MLP, whatever the groups of quantised weights."""
+        common = math.gcd(self.num_qo_heads, self.intermediate_size)
+        return common % tp_size == 0 and (self.num_kv_heads % tp_size == 0 or tp_size % self.num_kv_heads == 0)
 
     def _splits_groups(self, tp_size: int) -> str | None:
         """What `tp_size` ranks cannot share without cutting groups of quantised weights; None: they can.
@@ -228,8 +232,7 @@ class LlamaConfig(Frozen):
         if tp_size in self.valid_tp_sizes:
             return
         valid = f"valid sizes of one group: {', '.join(map(str, self.valid_tp_sizes))}"
-        unquantised = self.model_copy(update={"quantisation": None})
-        if self.quantisation is not None and tp_size in unquantised.valid_tp_sizes:
+        if self.quantisation is not None and self.divides_over(tp_size):
             raise UserError(
                 f"tensor parallelism: {tp_size} ranks must divide {self._splits_groups(tp_size)}, "
                 f"which the groups of {self.quantisation.name} need; {valid}"

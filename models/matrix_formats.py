@@ -17,6 +17,7 @@ from torch import Tensor
 from alspec.errors import UserError
 from alspec.kernels.linear.decode_weight import DecodeWeight, WeightFormat, fits, pack_weight, packed_bytes
 from alspec.models.checkpoint.quantised.packed_weight import PackedWeight, join_rows
+from alspec.models.checkpoint.quantised.quantisation_config import WeightScheme
 from alspec.models.checkpoint.quantised.quantisers import quantise_fp8_channel, quantise_int4
 from alspec.models.llama_config import LlamaConfig
 
@@ -29,6 +30,7 @@ __all__ = [
     "largest_product",
     "head_bytes",
     "matrices_of",
+    "num_dequantised",
     "num_packed",
     "packed",
     "packs_head",
@@ -103,15 +105,9 @@ def stored_format(config: LlamaConfig, tp_size: int, layer: int, name: str) -> K
 
     It cannot hold codes of 8 bits, groups in another order, parts in several formats, and heads that change when read.
     """
-    if config.quantisation is None or (name in ("qkv", "o") and config.changes_heads):
+    if name in ("qkv", "o") and config.changes_heads:
         return None
-    parts = {
-        "qkv": ["self_attn.qkv_proj"] if config.fused_tensors else [f"self_attn.{part}_proj" for part in "qkv"],
-        "o": ["self_attn.o_proj"],
-        "gate_up": ["mlp.gate_up_proj"] if config.fused_tensors else ["mlp.gate_proj", "mlp.up_proj"],
-        "down": ["mlp.down_proj"],
-    }
-    schemes = [config.quantisation.scheme_of(f"model.layers.{layer}.{part}") for part in parts[name]]
+    schemes = _stored_schemes(config, layer, name)
     scheme, columns = schemes[0], matrices_of(config, tp_size)[name].columns
     if scheme is None or any(other != scheme for other in schemes) or scheme.has_order:
         return None
@@ -119,6 +115,19 @@ def stored_format(config: LlamaConfig, tp_size: int, layer: int, name: str) -> K
         return None
     size = columns if scheme.group_size == -1 else min(scheme.group_size, columns)
     return KeptFormat("fp8" if scheme.layout == "fp8" else "int4", size)
+
+
+def _stored_schemes(config: LlamaConfig, layer: int, name: str) -> list[WeightScheme | None]:
+    """How the checkpoint holds the parts of a matrix; None: not quantised."""
+    if config.quantisation is None:
+        return [None]
+    parts = {
+        "qkv": ["self_attn.qkv_proj"] if config.fused_tensors else [f"self_attn.{part}_proj" for part in "qkv"],
+        "o": ["self_attn.o_proj"],
+        "gate_up": ["mlp.gate_up_proj"] if config.fused_tensors else ["mlp.gate_proj", "mlp.up_proj"],
+        "down": ["mlp.down_proj"],
+    }
+    return [config.quantisation.scheme_of(f"model.layers.{layer}.{part}") for part in parts[name]]
 
 
 def weights_name(config: LlamaConfig, tp_size: int, dtype_name: str) -> str:
@@ -133,7 +142,10 @@ def weights_name(config: LlamaConfig, tp_size: int, dtype_name: str) -> str:
         sizes = sorted({kept.group_size for kept in formats if kept is not None})
         name = f"int4 (groups of {' and '.join(map(str, sizes))})"
     name = f"{name or dtype_name}{head}"
-    return name if config.packs_weights else f"{name}, dequantised to {dtype_name}"
+    if not config.packs_weights:
+        return f"{name}, dequantised to {dtype_name}"
+    unpacked, total = num_dequantised(config, tp_size)
+    return f"{name}, {unpacked} of {total} matrices dequantised to {dtype_name}" if unpacked else name
 
 
 def kept_format(config: LlamaConfig, tp_size: int, layer: int, name: str) -> KeptFormat | None:
@@ -150,6 +162,14 @@ def num_packed(config: LlamaConfig, tp_size: int) -> int:
     """Matrices of all layers that are kept packed."""
     layers = range(config.num_layers)
     return sum(kept_format(config, tp_size, layer, name) is not None for layer in layers for name in MATRICES)
+
+
+@functools.lru_cache(maxsize=256)
+def num_dequantised(config: LlamaConfig, tp_size: int) -> tuple[int, int]:
+    """Matrices of all layers that are quantised, in files or as they are read, but not kept packed; and all of them."""
+    matrices = [(layer, name) for layer in range(config.num_layers) for name in MATRICES]
+    quantised_ones = [each for each in matrices if config.weights != "auto" or any(_stored_schemes(config, *each))]
+    return sum(kept_format(config, tp_size, *each) is None for each in quantised_ones), len(matrices)
 
 
 @functools.lru_cache(maxsize=256)

@@ -42,6 +42,8 @@ _LINE_WORDS = 128
 _FP8_BYTES = [2, 0, 3, 1]  # the input, of four, that a byte of a word holds
 _INT4_NIBBLES = [0, 2, 4, 6, 1, 3, 5, 7]  # the input, of eight, that a nibble of a word holds
 _ZERO_BITS = 15  # of a scale's word
+_NAN_BITS = 0x7FC00000
+_NUMBERS_AT_ONCE = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -148,7 +150,8 @@ def pack_weight(
 
     Args:
         codes: [out, in] float8_e4m3fn, or uint8 codes below 16.
-        scales: [out, groups]; those of int4 keep 20 significant bits, which all numbers of 16 bits have.
+        scales: [out, groups]; those of int4 keep 20 significant bits, which all numbers of 16 bits have. Groups of fp8
+            with a NaN become NaN as a whole.
         zeros: [out, groups] uint8, for int4 only; None: 8.
         group_size: inputs of a group, up to `in`.
         stride: see above.
@@ -159,6 +162,8 @@ def pack_weight(
     if not fits(shape, stride, group_size):
         raise ValueError(f"weight: no layout for {list(shape)} with stride {stride} and groups of {group_size}")
     group = _k_blocks_of_group(shape[1], weight_format, group_size)
+    if weight_format == "fp8":
+        scales = _with_nan(scales.float(), codes, group_size)
     words = scales.float().contiguous().view(torch.int32)
     points = torch.full_like(words, 8) if zeros is None else zeros.int()
     if group:
@@ -166,7 +171,7 @@ def pack_weight(
         words, points = (each.repeat_interleave(repeats, 1)[:, :groups] for each in (words, points))
     padding = -shape[1] % (block_lines(weight_format, group) * _LINE_INPUTS[weight_format])
     if weight_format == "int4":
-        words = ((words + 8) & ~_ZERO_BITS) | points
+        words = torch.where(words.view(torch.float32).isnan(), _NAN_BITS, (words + 8) & ~_ZERO_BITS) | points
         # Codes behind the last input are zero points: their values are 0.
         codes = torch.cat([codes, points[:, -1:].to(torch.uint8).expand(-1, padding)], 1) if padding else codes
     else:
@@ -185,6 +190,15 @@ def pack_weight(
         return DecodeWeight(torch.cat([data, words.flatten(2)], 2), None, weight_format, shape, stride, group)
     scale_words = words[:, 0].contiguous().view(torch.float32)
     return DecodeWeight(data, scale_words, weight_format, shape, stride, group)
+
+
+def _with_nan(scales: Tensor, codes: Tensor, group_size: int) -> Tensor:
+    """Scales [out, groups] with NaN for groups that have a code of NaN, which kernels would read as 480."""
+    found = []
+    for rows in codes.view(torch.uint8).split(max(1, _NUMBERS_AT_ONCE // codes.shape[1])):
+        is_nan = F.pad((rows & 0x7F) == 0x7F, (0, -rows.shape[1] % group_size))
+        found.append(is_nan.unflatten(1, (-1, group_size)).any(-1))
+    return torch.where(torch.cat(found), torch.nan, scales)
 
 
 def _tiles(rows: Tensor, stride: int) -> Tensor:

@@ -7,19 +7,17 @@ may part when two tokens are nearly as likely: the rows tell how many do, and ho
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
 from alspec.config import EvaluateConfig, SamplingConfig
 from alspec.errors import UserError
-from alspec.field_types import DRAFT_MODEL
 from alspec.launch.evaluation.evaluate_tasks import read_text, too_short
 from alspec.launch.terminal.display import StatusLine
 from alspec.launch.terminal.flags import check_positions, check_writable, notify
 from alspec.launch.terminal.output import append_rows, result_console
-from alspec.models.checkpoint.source import model_name
+from alspec.models.checkpoint.source import drafter_name, model_name
 from alspec.runtime.engine.engine import Engine
 from alspec.runtime.faults.guard import guarded
 from alspec.runtime.profiling.provenance import provenance
@@ -127,7 +125,7 @@ def _measure(
         "impl": "alspec.rounds",
         "case": {
             "model": model_name(engine.config),
-            "drafter": _drafter(config),
+            "drafter": drafter_name(config),
             "draft_tokens": config.draft_tokens,
             "context": context,
             "temperature": temperature,
@@ -187,12 +185,6 @@ def _differences(
             assert found is not None
             parted.append(round(found.top[0][1] - found.top[1][1], 4))
     return {"differing_tokens": differing, "parted_by": parted}
-
-
-def _drafter(config: EvaluateConfig) -> str:
-    """The drafter without the path of its folder."""
-    path = config.draft.removeprefix(DRAFT_MODEL)
-    return path if path == config.draft else DRAFT_MODEL + Path(path).absolute().name
 
 
 def _table(config: EvaluateConfig, engine: Engine, rows: list[dict[str, Any]]) -> Table:

@@ -194,7 +194,7 @@ def _drafts(summary: dict[str, Any]) -> str:
     drafter = summary["draft"] if weights is None else f"{summary['draft']}, weights {weights}"
     text = f"{drafter}, up to {summary['draft_tokens']}: {drafts['tokens_per_step']:.2f} tokens a step"
     if not drafts["rounds"]:
-        return f"{text}; no drafts: there were none, or they would not pay (--draft-always drafts all the same)"
+        return f"{text}; no drafts: none to make, none that pay (--draft-always drafts all the same), or the text ended"
     numbers, times = "/".join(map(str, range(len(counts)))), "/".join(map(str, counts))
     return f"{text}; accepted {numbers} in {times} of {drafts['rounds']} rounds"
 

@@ -324,6 +324,7 @@ def speculation_without_effect(config: EngineConfig, speculates: bool, advice: s
         flags = {name: flags[name] for name in ("threshold", "always")}
     given = [f"--{flag}" for name, flag in flags.items() if getattr(own, name) != getattr(default, name)]
     if given:
+        advice += "" if config.draft == "off" else ", without --draft"
         notices.append(f"{' and '.join(given)} without effect: mode off does not speculate; {advice}")
     return notices
 

@@ -28,6 +28,7 @@ __all__ = [
     "has_tokenizer",
     "model_config",
     "model_files",
+    "drafter_name",
     "model_name",
     "model_path",
     "notice_of_random_weights",
@@ -89,6 +90,12 @@ def model_name(config: EngineConfig) -> str:
         return str(config.random_weights)
     path = config.random_weights or config.model
     return "demo" if path is None else Path(path).absolute().name
+
+
+def drafter_name(config: EngineConfig) -> str:
+    """The drafter in measurement rows: without the path of its folder."""
+    path = config.draft.removeprefix(DRAFT_MODEL)
+    return path if path == config.draft else DRAFT_MODEL + Path(path).absolute().name
 
 
 def model_config(config: EngineConfig) -> LlamaConfig:

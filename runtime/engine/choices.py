@@ -127,7 +127,7 @@ def choose_mode(requested: str, config: LlamaConfig, world_size: int) -> tuple[s
     """
     if requested == "auto":
         paired = (
-            world_size % 2 == 0 and world_size not in config.valid_tp_sizes and world_size // 2 in config.valid_tp_sizes
+            world_size % 2 == 0 and not config.divides_over(world_size) and world_size // 2 in config.valid_tp_sizes
         )
         requested = "paired" if paired else "off"
     if requested == "paired":

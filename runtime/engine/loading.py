@@ -22,7 +22,7 @@ from alspec.models.checkpoint.source import (
 )
 from alspec.models.llama import Llama, LlamaWeights, load_weights, random_weights
 from alspec.models.llama_config import LlamaConfig
-from alspec.models.matrix_formats import MATRICES, num_packed, weights_name
+from alspec.models.matrix_formats import num_dequantised, weights_name
 from alspec.models.tokenizer.tokenizer import Tokenizer
 from alspec.runtime.cache.codecs import Cache
 from alspec.runtime.decode.hooks import OperationHook
@@ -52,14 +52,11 @@ def model_notices(
 ) -> list[str]:
     """Lines about a model: its source, what quantised weights are, and what of the checkpoint is not used."""
     notices = notices_of_model(config)
-    if checkpoint is not None and model.quantisation is not None:
-        notices.append(f"weights: {weights_name(model, tp_size, dtype_name)}")
-    kept, matrices = num_packed(model, tp_size), model.num_layers * len(MATRICES)
-    if model.packs_weights and model.quantised_as is not None and kept < matrices:
-        notices.append(
-            f"weights: {matrices - kept} of {matrices} matrices dequantised to {dtype_name}: no kernel of a step takes "
-            "their format"
-        )
+    cause = ""
+    if model.packs_weights and num_dequantised(model, tp_size)[0]:
+        cause = ": heads are padded or rotated" if model.changes_heads else ": no kernel of a step takes their format"
+    if (checkpoint is not None and model.quantisation is not None) or cause:
+        notices.append(f"weights: {weights_name(model, tp_size, dtype_name)}{cause}")
     if model.packs_weights and model.lm_head == "auto" and _has_quantised_head(model):
         notices.append(f"weights: the LM head is dequantised to {dtype_name}; --lm-head fp8 keeps it in FP8")
     if checkpoint is not None and checkpoint.unused is not None:

@@ -18,13 +18,13 @@ def quantise_fp8_channel(weight: Tensor) -> PackedWeight:
     """Quantise to e4m3 with a scale for each row, `max |w| / 448`, rounding to nearest, ties to even.
 
     Args:
-        weight: [out, in], finite.
+        weight: [out, in]. NaN and Inf make all of their row NaN.
     Returns:
         Format fp8, scales [out, 1] fp32; a row of zeros has scale 1.
     """
     rows = weight.float()
     scales = rows.abs().amax(1, keepdim=True) / FP8_MAX
-    scales = torch.where(scales > 0, scales, 1.0)
+    scales = torch.where(scales == 0, 1.0, torch.where(scales.isfinite(), scales, torch.nan))
     codes = (rows / scales).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
     return PackedWeight.from_codes(codes, scales, None, "fp8", weight.shape[1])
 

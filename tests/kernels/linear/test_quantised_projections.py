@@ -82,6 +82,36 @@ def test_scales_keep_20_bits(dtype: torch.dtype) -> None:
     assert (error > 2**-22) == (dtype == torch.float32)
 
 
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+@pytest.mark.parametrize("group_size", [128, 256])
+def test_a_code_of_nan_is_seen(device: torch.device, group_size: int, code: int) -> None:
+    """Kernels move the bits of a code: without more they would read it as 480."""
+    codes = torch.randn(37, 256, device=device).to(torch.float8_e4m3fn)
+    codes.view(torch.uint8)[20, 130] = code
+    weight = pack_weight(codes, torch.ones(37, 256 // group_size, device=device), None, "fp8", group_size)
+    found, is_nan = nan(device, F32, 37, 256), torch.zeros(37, 256, dtype=torch.bool, device=device)
+    is_nan[20, 128 if group_size == 128 else 0 :] = True
+    unpack_weight(weight, found)
+    assert torch.equal(found.isnan(), is_nan)
+    assert torch.equal(weight.dequantise(F32).isnan(), is_nan)
+    fault = torch.zeros(1, dtype=torch.int32, device=device)
+    exchange = Exchange(nan(device, F32, 2, 37), fault + EPOCH, fault, tp_rank=0, tp_size=1, rank=0)
+    push_partial(torch.ones(2, 256, dtype=BF16, device=device), weight, exchange, 0)
+    assert int(fault) != 0
+    assert exchange.partial.isnan().any(0).nonzero().flatten().tolist() == [20]
+
+
+def test_a_scale_of_nan_is_seen() -> None:
+    """Whatever its bits are: rounding must not carry them into the sign."""
+    scales = torch.ones(16, 2)
+    scales.view(torch.int32)[3, 0], scales.view(torch.int32)[4, 1] = 0x7FFFFFFF, -1
+    codes = torch.full((16, 64), 9, dtype=torch.uint8)
+    found = pack_weight(codes, scales, None, "int4", 32).dequantise(F32).isnan()
+    assert found[3, :32].all()
+    assert found[4, 32:].all()
+    assert int(found.sum()) == 64
+
+
 def test_layouts_that_do_not_exist() -> None:
     assert fits((48, 64), 8, 64)
     assert not fits((48, 68), 8, 32)  # a lane would read half of its inputs

@@ -14,6 +14,7 @@ from alspec.errors import UserError
 from alspec.models.checkpoint.quantised.quantisation_config import WeightScheme
 from alspec.models.llama_config import LlamaConfig
 from alspec.models.matrix_formats import weights_name
+from alspec.runtime.engine.choices import choose_mode
 
 AWQ, GPTQ = FORMATS["awq"][0], FORMATS["gptq"][0]
 CT_INT4, CT_FP8 = FORMATS["int4-group"][0], FORMATS["fp8-channel"][0]
@@ -287,8 +288,11 @@ def test_ranks_that_share_whole_groups(
         config.check_tp_size(size)
     if why is None:
         return
+    size = int(why.split()[0]) if why[0].isdigit() else 2
     with pytest.raises(UserError, match="tensor parallelism") as caught:
-        config.check_tp_size(int(why.split()[0]) if why[0].isdigit() else 2)
+        config.check_tp_size(size)
+    with pytest.raises(UserError, match="tensor parallelism"):
+        choose_mode("auto", config, size)  # not a pair, whose A~ changes the text
     assert why in str(caught.value)
     assert str(caught.value).endswith(f"valid sizes of one group: {', '.join(map(str, valid))}")
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from alspec.models.checkpoint.quantised import quantisers
 from alspec.models.checkpoint.quantised.packed_weight import PackedWeight
 from alspec.models.checkpoint.quantised.quantisers import CLIPS, quantise_fp8_channel, quantise_int4
+from alspec.models.matrix_formats import packed
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -118,6 +119,16 @@ def test_int4_keeps_a_number_that_is_not_finite_visible(symmetric: bool, bad: fl
     assert found[3, 32:64].isnan().all()
     found[3, 32:64] = 0
     assert found.isfinite().all()
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_fp8_keeps_a_number_that_is_not_finite_visible(bad: float) -> None:
+    weight = torch.randn(5, 96, generator=torch.Generator().manual_seed(2))
+    weight[3, 40] = bad
+    found = quantise_fp8_channel(weight)
+    for values in (found.dequantise(torch.float32), packed(found, 8).dequantise(torch.float32)):
+        assert values[3].isnan().all()
+        assert values[[0, 1, 2, 4]].isfinite().all()
 
 
 def test_int4_of_int4_is_exact() -> None:

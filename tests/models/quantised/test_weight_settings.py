@@ -241,11 +241,13 @@ def test_an_int4_copy_of_packed_fp8(name: str, tmp_path: Path) -> None:
 
 
 def test_values_are_rotated_before_they_are_quantised(tmp_path: Path) -> None:
-    """With a quantised folder, qkv and o are then not kept packed."""
+    """With a quantised folder, qkv and o are then not kept packed, and a notice says why."""
     save_quantised(tmp_path, "awq", head_dim=64)
     config, kept = load(tmp_path, Shard(), BF16, True, "turboquant4")
     assert [isinstance(getattr(kept.layers[0], name), DecodeWeight) for name in MATRICES] == [False, False, True, True]
     assert plan_memory(config, Shard(), BF16, 1, 64, "turboquant4").weights_bytes == held_bytes(kept)
+    (told,) = [line for line in model_notices(EngineConfig(), None, config, "bf16", 1) if "dequantised" in line]
+    assert told.endswith(", 4 of 8 matrices dequantised to bf16: heads are padded or rotated")
 
 
 @pytest.mark.parametrize("name", ["awq", "gptq", "fp8-inverse", "fp8-static", "int4-zeros"])
@@ -267,7 +269,9 @@ def test_modules_that_are_not_quantised_take_their_own_bytes(name: str, tmp_path
         assert [isinstance(getattr(layer, name), DecodeWeight) for name in MATRICES] == [False, True, True, False]
     assert plan_memory(config, Shard(), BF16, 1, 64).weights_bytes == held_bytes(kept)
     told = model_notices(EngineConfig(model=tmp_path), None, config, "bf16", 1)
-    assert any(line.startswith("weights: 4 of 8 matrices dequantised to bf16") for line in told)
+    left = "2 of 8 matrices dequantised to bf16: no kernel of a step takes their format"  # qkv, not down
+    assert any(line.endswith(left) for line in told)
+    assert weights_name(config, 1, "bf16").endswith("2 of 8 matrices dequantised to bf16")
     assert 2 in config.valid_tp_sizes  # ranks have 328 inputs of down, which are no whole groups of 32
 
 
@@ -301,8 +305,8 @@ def test_a_notice_tells_of_matrices_that_stay_unpacked(intermediate_size: int, l
     config = config_with_weights(settings, LlamaConfig.from_folder(tmp_path), 1, packs=True)
     told = [line for line in model_notices(settings, None, config, "bf16", 1) if "dequantised" in line]
     total = config.num_layers * len(MATRICES)
-    expected = f"weights: {left} of {total} matrices dequantised to bf16: no kernel of a step takes their format"
-    assert told == ([expected] if left else [])
+    name = f"fp8 (a scale for each row), {left} of {total} matrices dequantised to bf16"
+    assert told == ([f"weights: {name}: no kernel of a step takes their format"] if left else [])
 
 
 def test_weights_that_are_quantised_already(tmp_path: Path) -> None:
