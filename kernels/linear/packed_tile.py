@@ -104,7 +104,7 @@ def shared_programs(weight: Tensor | DecodeWeight, batch_size: int, warps: int) 
     if not isinstance(weight, DecodeWeight):
         return 0
     num_tiles = len(weight.data)
-    if weight.format == "int4" and batch_size == 1:
+    if weight.format == "int4" and weight.group * INPUTS_OF_K_BLOCK == 128 and batch_size == 1:
         return 5  # inputs of one request need little L1, and the next launch begins to load weights
     if batch_size > 8 and num_tiles > 2 * MANY_TILES:
         return 2  # more programs would share the L1 that inputs of 16 requests fill
