@@ -50,9 +50,10 @@ LEAST_LAYER_US = 5.6
 # Products of quantised weights take longer than their bytes. Fitted to weights: decode_step.
 PACKED_LAYER_US = 9.3  # in a layer whose four matrices are packed
 INT4_BYTES_SHARE = 0.17  # of the time of the bytes of INT4 matrices
-# A layer takes this much longer with several requests, and with each of them but the first; by the format of its
-# matrices, None: 16 bits. Fitted to weights (linear: 4 and 8 rows; decode_step: 4 requests) and decode_rounds (8).
-SEVERAL_LAYER_US = {None: (13.0, 0.4), "fp8": (4.5, 1.5), "int4": (0.0, 2.0)}
+# A layer takes this much longer with several requests, with each of them but the first, and with more than FAST_ROWS;
+# by the format of its matrices, None: 16 bits. Fitted to weights (linear: 4 and 8 rows; decode_step: 2 to 16 requests)
+# and decode_rounds (8).
+SEVERAL_LAYER_US = {None: (13.0, 0.4, 0.0), "fp8": (3.0, 1.0, 30.0), "int4": (2.0, 1.4, 27.0)}
 # A step with several rows of each request takes this much longer: in each layer; as a share of the time of the weights'
 # bytes, at all and with each row but the first; for each all-reduce, rank and row but the first. Fitted to the rows of
 # decode_rounds with n-grams: 8B on one, two and four GPUs, SmolLM2.
@@ -161,8 +162,9 @@ def step_us(
     several_us = 0.0
     if len(seq_lens) > 1:
         kept = kept_format(config, tp_size, 0, "gate_up")
-        first_us, each_us = SEVERAL_LAYER_US[kept.format if kept else None]
-        several_us = config.num_layers * (first_us + each_us * (len(seq_lens) - 1))
+        first_us, each_us, many_us = SEVERAL_LAYER_US[kept.format if kept else None]
+        several_us = first_us + each_us * (len(seq_lens) - 1) + (many_us if len(seq_lens) > FAST_ROWS else 0.0)
+        several_us *= config.num_layers
     return empty_us + several_us + cache / READ_BYTES_PER_S * 1e6
 
 
