@@ -93,9 +93,7 @@ def _load(config: ChatConfig, engine: Engine, status: StatusLine) -> None:
         notices.append(f"a conversation can have {largest} of {engine.max_total_tokens} tokens: more do not fit")
     status.clear()
     if engine.placement.rank == 0:
-        advice = "use --speculation simulated, or paired on two ranks" + (
-            ", without --draft" if config.draft != "off" else ""
-        )
+        advice = "use --speculation simulated, or paired on two ranks"
         ignored = speculation_without_effect(config, engine.mode != "off", advice)
         ignored += color_without_effect(engine.mode != "off" or config.draft != "off") if config.color else []
         notify([*engine.take_notices(), *notices, *cuts_without_effect(config), *ignored])

@@ -123,9 +123,7 @@ def _without_effect(config: GenerateConfig, is_batch: bool, mode: str) -> list[s
         notices.append("--logprobs without effect: they are written to the file of --json")
     if config.draft == "off" and config.draft_tokens != GenerateConfig.model_fields["draft_tokens"].default:
         notices.append("--draft-tokens without effect: --draft is off")
-    advice = "use --speculation simulated, or paired on two ranks" + (
-        ", without --draft" if config.draft != "off" else ""
-    )
+    advice = "use --speculation simulated, or paired on two ranks"
     return notices + speculation_without_effect(config, mode != "off", advice)
 
 

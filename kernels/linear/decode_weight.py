@@ -194,7 +194,7 @@ def pack_weight(
 
 def _with_nan(scales: Tensor, codes: Tensor, group_size: int) -> Tensor:
     """Scales [out, groups] with NaN for groups that have a code of NaN, which kernels would read as 480."""
-    found = []
+    found, group_size = [], min(group_size, codes.shape[1])
     for rows in codes.view(torch.uint8).split(max(1, _NUMBERS_AT_ONCE // codes.shape[1])):
         is_nan = F.pad((rows & 0x7F) == 0x7F, (0, -rows.shape[1] % group_size))
         found.append(is_nan.unflatten(1, (-1, group_size)).any(-1))

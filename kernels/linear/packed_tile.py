@@ -99,7 +99,7 @@ def _chunk_k_blocks(num_inputs: int, weight_format: str, group: int, warps: int)
 def shared_programs(weight: Tensor | DecodeWeight, batch_size: int, warps: int) -> int:
     """Programs on an SM to reserve shared memory for: the buffers of quantised weights (`set_l1_carveout`).
 
-    A place without a program takes L1 from the inputs, which each program reads whole.
+    Shared memory that no program uses is lost to the L1, which holds the inputs: each program reads all of them.
     """
     if not isinstance(weight, DecodeWeight):
         return 0

@@ -30,7 +30,7 @@ _SETTINGS = {
     *SamplingConfig.model_fields, "answers", "chat", "max_completion_tokens", "max_tokens", "repeat_penalty", "system",
     "top_logprobs",
 }  # fmt: skip
-_CHAT_KEYS = ("tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")  # of messages
+_CHAT_KEYS = ("tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")  # beside messages
 _FLAGS = ("add_generation_prompt", "continue_final_message")  # keys of messages that are true or false
 # What others pass beside the template's variables: keys of a line, or no variable at all.
 _NO_VARIABLES = {"messages", "chat_template", "tokenize", *_CHAT_KEYS}
@@ -261,7 +261,7 @@ def _chat_arguments(values: dict[str, Any], where: str) -> dict[str, Any]:
     if not isinstance(variables, dict):
         raise UserError(f"{where}: chat_template_kwargs: expected an object, found {show(variables)}")
     if wrong := sorted(_NO_VARIABLES & variables.keys()):
-        beside = "is a key beside it" if wrong[0] in ("messages", *_CHAT_KEYS) else "is none"
+        beside = "is a key beside it" if wrong[0] in ("messages", *_CHAT_KEYS) else "is not one"
         raise UserError(f"{where}: chat_template_kwargs: expected variables of the template; {wrong[0]} {beside}")
     return given | {"variables": variables}
 

@@ -362,7 +362,7 @@ def check_tensors(
 
 def _why_missing(missing: list[str], others: list[str]) -> str | None:
     """Why tensors are missing and `others` are there, and what to do; None if it is not known."""
-    if missing == [_HEAD]:
+    if missing == [_HEAD] and not others:
         return (
             "save the model with its LM head (AutoModelForCausalLM), or set tie_word_embeddings if it is the embedding"
         )
@@ -370,7 +370,7 @@ def _why_missing(missing: list[str], others: list[str]) -> str | None:
     if prefix is not None:
         return f"names with '{prefix}' are {_WRAPPERS[prefix]}"
     if any(name.startswith(("embed_tokens.", "layers.")) for name in others):
-        return f"the names lack '{_BASE}', as of a base model; save it with its LM head (AutoModelForCausalLM)"
+        return f"the names lack '{_BASE}', as in a base model; save it with its LM head (AutoModelForCausalLM)"
     return None
 
 

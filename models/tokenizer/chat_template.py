@@ -65,7 +65,7 @@ def find_template(folder: Path, tokenizer_config: dict[str, Any], has_tools: boo
             path = folder / _TOOLS_FILE
         try:
             data = path.read_bytes()
-            text = data.decode("utf-8")
+            text = data.decode("utf-8-sig")
         except (OSError, UnicodeDecodeError):
             raise UserError(f"{path}: expected UTF-8 text, found {absent(path)}; download the file again") from None
         foreign = foreign_content(data)
@@ -97,9 +97,9 @@ def find_template(folder: Path, tokenizer_config: dict[str, Any], has_tools: boo
 def with_text_contents(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Messages whose contents are texts: the text parts of a list, as in OpenAI's API, are joined by a line feed.
 
-    Templates of text models expect a text. vLLM joins parts in the same way. A content may be null, and is left out
-    where a message calls tools or has a reasoning. What a tool returned may be any JSON, which its template writes. As
-    in transformers, keys with null are dropped, and templates find a reasoning under each of its names.
+    Templates of text models expect a text. vLLM joins parts in the same way. That of an assistant may be null, and is
+    left out where a message calls tools or has a reasoning. What a tool returned may be any JSON, which its template
+    writes. As in transformers, keys with null are dropped, and templates find a reasoning under each of its names.
 
     Raises:
         UserError: what is no message, or a content or a part that is no text.
@@ -108,7 +108,8 @@ def with_text_contents(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for index, message in enumerate(messages):
         if not isinstance(message, dict):
             raise UserError(f'messages[{index}]: expected {{"role": "user", "content": "..."}}, found {show(message)}')
-        may_lack_content = any(message.get(name) for name in ("tool_calls", *_REASONING)) or "content" in message
+        is_null = "content" in message and message.get("role") == "assistant"
+        may_lack_content = is_null or any(message.get(name) for name in ("tool_calls", *_REASONING))
         message = _with_reasoning({name: value for name, value in message.items() if value is not None})
         content = message.get("content")
         if message.get("role") in _TOOL_ROLES and isinstance(content, dict | list) and not _are_texts(content):
@@ -134,13 +135,14 @@ def with_continued_end(render: Callable[[list[dict[str, Any]]], str], messages: 
 
     Args:
         render: writes messages, as `render_chat` does.
-        messages: as of `with_text_contents`.
+        messages: as `with_text_contents` returns them.
     Raises:
         UserError: the last message has no text, or the template does not write it.
     """
     content = messages[-1].get("content") if messages else None
     if not isinstance(content, str):
-        raise UserError("continue_final_message: expected a last message with a text as its content, found none")
+        found = "none" if content is None else show(content)
+        raise UserError(f"continue_final_message: expected a last message with a text as its content, found {found}")
     text = render([*messages[:-1], messages[-1] | {"content": content + _END}])
     end = text.rfind(_END.strip())
     if end < 0 or content.strip() not in text:

@@ -6,6 +6,7 @@ import codecs
 import json
 import operator
 import re
+import shlex
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -256,7 +257,14 @@ class Tokenizer:
         texts = with_text_contents(messages)
 
         def render(texts: list[dict[str, Any]]) -> str:
-            return render_chat(template, texts, names, str(self._folder), tools, adds_prompt)
+            arguments = names, str(self._folder), tools, adds_prompt
+            try:
+                return render_chat(template, texts, *arguments)
+            except UserError:
+                if all("content" in text for text in texts):
+                    raise
+                # Some templates compare a content with null, and fail without one.
+                return render_chat(template, [{"content": None} | text for text in texts], *arguments)
 
         return with_continued_end(render, texts) if continue_final_message else render(texts)
 
@@ -427,7 +435,7 @@ def _instead(path: Path) -> str:
         return f"{absent(path)}; download it"
     folder = str(path.parent)
     save = f"from transformers import AutoTokenizer as T; T.from_pretrained({folder!r}).save_pretrained({folder!r})"
-    return f'only {" and ".join(names)}; save it with transformers: python -c "{save}"'
+    return f"only {' and '.join(names)}; save it with transformers: python -c {shlex.quote(save)}"
 
 
 def _load(path: Path) -> tokenizers.Tokenizer:

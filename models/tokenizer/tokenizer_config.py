@@ -74,8 +74,9 @@ def add_tokens(core: tokenizers.Tokenizer, settings: dict[str, Any], folder: Pat
     """Add the tokens of `added_tokens_decoder` that tokenizer.json lacks to `core`, and apply the flags of all of them.
 
     New tokens get the next free ids, which must be the ids in the folder. New tokens with ids from `vocab_size` on have
-    no embedding and are left out. What tokenizer.json says of a token holds beside added_tokens.json. Words of the
-    vocabulary that the settings name as special tokens become special, as in transformers.
+    no embedding and are left out. What tokenizer.json says of a token holds beside added_tokens.json, an older file, of
+    which new tokens with other ids are left out, too. Words of the vocabulary that the settings name as special tokens
+    become special, as in transformers.
 
     Raises:
         UserError: a new token gets another id than in the folder, or an entry is not a token.
@@ -91,6 +92,8 @@ def add_tokens(core: tokenizers.Tokenizer, settings: dict[str, Any], folder: Pat
     for key in sorted(added, key=int):
         token = _token(added[key], f"{where}: {key}")
         is_new = core.token_to_id(token.content) is None
+        if is_old and is_new and int(key) != core.get_vocab_size() + len(ids):
+            continue
         if token.content and token.content not in known and (int(key) < vocab_size or not is_new):
             tokens.append(token)
             if is_new:

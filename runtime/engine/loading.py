@@ -54,7 +54,10 @@ def model_notices(
     notices = notices_of_model(config)
     cause = ""
     if model.packs_weights and num_dequantised(model, tp_size)[0]:
-        cause = ": heads are padded or rotated" if model.changes_heads else ": no kernel of a step takes their format"
+        causes = ["heads are padded or rotated"] if model.changes_heads and model.quantisation is not None else []
+        if not causes or num_dequantised(model, tp_size)[0] > 2 * model.num_layers:  # more than qkv and o
+            causes.append("no kernel of a step takes their format")
+        cause = f": {', or '.join(causes)}"
     if (checkpoint is not None and model.quantisation is not None) or cause:
         notices.append(f"weights: {weights_name(model, tp_size, dtype_name)}{cause}")
     if model.packs_weights and model.lm_head == "auto" and _has_quantised_head(model):

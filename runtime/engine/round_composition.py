@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -27,7 +28,7 @@ from alspec.runtime.decode.rounds.captured_drafters import (
 )
 from alspec.runtime.decode.rounds.captured_round import CapturedRoundStep, DraftText, RoundKind
 from alspec.runtime.decode.rounds.draft_policy import DraftPolicy
-from alspec.runtime.decode.rounds.model_drafter import ModelDrafter
+from alspec.runtime.decode.rounds.model_drafter import ModelDrafter, held_by_all
 from alspec.runtime.decode.rounds.row_append import RowAppend
 from alspec.runtime.decode.rounds.row_decoder import DraftDecoder, RowDecoder
 from alspec.runtime.decode.rounds.row_forward import RowForward
@@ -160,7 +161,7 @@ def build_captured_rounds(
         # Only its `catch_up` is used, so it has no cost.
         filler = ModelDrafter(forward, vocab_size, lambda _: 0.0, operation, short_context)
         draft_text = DraftText(
-            _catch_up(filler, forward), lambda held: transport.all_gather_world(held).amin(0), short_context,
+            _catch_up(filler, forward), partial(held_by_all, transport), short_context,
             draft_model.config.frequency_length,
         )  # fmt: skip
     state = RoundState.allocate(batch_size, cache.max_context, config.draft_tokens, device)

@@ -114,7 +114,7 @@ def test_commands(talk: Talk, tmp_path: Path) -> None:
 
 
 def test_a_template_without_system_messages(make_checkpoint: Callable[..., Path], talk: Talk) -> None:
-    """As that of the first Mistral. A refused command changes nothing."""
+    """The first Mistral has such a template. A refused command changes nothing."""
     template = (
         "{% if messages[0].role == 'system' %}{{ raise_exception('only user and assistant') }}{% endif %}"
         "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}<assistant>"

@@ -356,6 +356,15 @@ def test_the_last_message_is_continued_as_in_transformers(name: str, content: An
     assert ids == tokenizer.encode(expected)
 
 
+def test_templates_that_compare_a_content_with_null(both: Callable[..., Any]) -> None:
+    """DeepSeek's R1 has one. transformers leaves such a content out, and the template then fails."""
+    each = "{% if m['content'] is none %}<call>{% else %}{{ m['content'] + '.' }}{% endif %}"
+    template = f"{{% for m in messages %}}{each}{{% endfor %}}"
+    tokenizer, _ = both(template)
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "a"}, call]) == "a.<call>"
+
+
 def test_messages_that_cannot_be_continued(both: Callable[..., Any]) -> None:
     tokenizer, _ = both(TEMPLATES["as it is"])
     with pytest.raises(UserError, match="exclude each other"):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -396,8 +397,7 @@ def test_files_of_an_old_tokenizer_are_to_be_converted(name: str, single_folder:
     with pytest.raises(UserError, match=rf"tokenizer.json: expected a tokenizer, found only {found}; save it") as error:
         Tokenizer.from_folder(single_folder, LlamaConfig.from_folder(single_folder))
     if name == "vocab.json":
-        program = str(error.value).partition('python -c "')[2].removesuffix('"')
-        exec(program)
+        exec(shlex.split(str(error.value).partition("python -c ")[2])[0])
         ids = Tokenizer.from_folder(single_folder, LlamaConfig.from_folder(single_folder)).encode("the cat")
         assert ids == expected[1:]  # Qwen2's has no begin token
 

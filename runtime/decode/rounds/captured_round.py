@@ -57,9 +57,10 @@ class RoundKind:
 class DraftText:
     """How the cache of a draft model follows the texts."""
 
-    # Gives it the texts up to the newest tokens; argument: tokens that it holds, [B] int64.
+    # (state, held) gives it the texts up to the newest tokens. held: tokens at the start of each text that it has, [B].
     complete: Callable[[RoundState, Tensor], None]
-    least_held: Callable[[Tensor], Tensor]  # the least of all ranks, of such numbers
+    # (held, is_long) -> what the caches of all ranks hold, [B]; every rank calls it. See `held_by_all`.
+    held_by_all: Callable[[Tensor, Tensor], Tensor]
     short_context: int | None  # `complete` computes longer texts anew, with other rotary frequencies
     frequency_length: Callable[[int], int]  # of the draft model, see `RopeScaling.frequency_length`
 
@@ -218,6 +219,8 @@ class CapturedRoundStep:
             texts[index, length - 1] = newest
         new_texts = texts.to(self._device)
         self._keep_draft_text(new_texts, seq_lens)
+        if prompts is not None:
+            self._agree_on_draft_text(seq_lens)
         state.history.copy_(new_texts)
         state.newest.copy_(torch.tensor(token_ids))
         state.lengths.copy_(torch.tensor(seq_lens, dtype=torch.int32))
@@ -240,8 +243,7 @@ class CapturedRoundStep:
     def _keep_draft_text(self, texts: Tensor, seq_lens: list[int]) -> None:
         """Keep what a draft model's cache holds of these texts, [B, C + W]: their common start with the old ones.
 
-        With other rotary frequencies of the prompt it holds nothing of use. All ranks keep the same, because completing
-        the cache takes all of them: an interrupted call may have read more rounds on one rank than on another.
+        With other rotary frequencies of the prompt it holds nothing of use.
         """
         if self._draft_text is None:
             return
@@ -251,7 +253,18 @@ class CapturedRoundStep:
             same = length == self._frequency_lengths[request]
             self._held[request] = min(self._held[request], count) if same else 0
         self._frequency_lengths = lengths
-        self._held = self._draft_text.least_held(torch.tensor(self._held, device=self._device)).tolist()
+
+    def _agree_on_draft_text(self, seq_lens: list[int]) -> None:
+        """Keep what all ranks hold, because completing a draft model's cache takes all of them.
+
+        An interrupted call may have read more rounds on one rank than on another.
+        """
+        if self._draft_text is None:
+            return
+        own = (torch.tensor(values, device=self._device) for values in (self._held, self._holds_long))
+        self._held = self._draft_text.held_by_all(*own).tolist()
+        are_long = zip(self._held, self._holds_long, self._are_long(seq_lens), strict=True)
+        self._holds_long = [holds if held else is_long for held, holds, is_long in are_long]
 
     def step(self, remaining: int, live: list[bool] | None = None) -> StepRecord:
         """Read the oldest round in flight; one more stays in flight if it is surely needed. See `DecodeStep.step`."""

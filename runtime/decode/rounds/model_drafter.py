@@ -13,8 +13,9 @@ from alspec.runtime.decode.prefill import prefill
 from alspec.runtime.decode.rounds.drafter import DraftRequest, Drafts, draft_by_steps
 from alspec.runtime.decode.rounds.row_forward import RowForward
 from alspec.runtime.decode.rounds.token_history import TokenHistory
+from alspec.runtime.distributed.transport import Transport
 
-__all__ = ["CATCH_UP_ROWS", "ModelDrafter", "SelfDrafter"]
+__all__ = ["CATCH_UP_ROWS", "ModelDrafter", "SelfDrafter", "held_by_all"]
 
 CATCH_UP_ROWS = 16  # tokens that its cache lacks are rows of one pass; more of them are a prompt
 
@@ -43,6 +44,17 @@ class SelfDrafter:
     def cost(self, seq_lens: list[int]) -> float:
         """Predicted time of a step with A~ relative to a plain step. See `Drafter.cost`."""
         return self._cost(seq_lens)
+
+
+def held_by_all(transport: Transport, held: Tensor, is_long: Tensor) -> Tensor:
+    """What the draft models' caches of all ranks hold of each text, [B] int64. Every rank calls it.
+
+    Args:
+        held: [B] int64, tokens at the start of each text that this rank's cache holds.
+        is_long: [B], whether they have the rotary frequencies of longer texts; nothing is held where ranks differ.
+    """
+    counts, kinds = transport.all_gather_world(torch.stack((held, is_long.long()))).unbind(1)  # [world, B] each
+    return torch.where(kinds.amin(0) == kinds.amax(0), counts.amin(0), 0)
 
 
 class ModelDrafter:
@@ -89,8 +101,7 @@ class ModelDrafter:
         same = [length == own for length, own in zip(lengths, self._frequency_lengths, strict=True)]
         self._frequency_lengths = lengths
         common = self._common(history) * torch.tensor(same, device=self._held.device)
-        held, is_long = self._forward.transport.all_gather_world(torch.stack((common, self._is_long.long()))).unbind(1)
-        self._forget_from(torch.where(is_long.amin(0) == is_long.amax(0), held.amin(0), 0))
+        self._forget_from(held_by_all(self._forward.transport, common, self._is_long))
 
     def draft(self, request: DraftRequest) -> Drafts:
         """One step of the smaller model for each draft. See `Drafter.draft`."""

@@ -165,7 +165,7 @@ def test_keys_beside_messages_reach_the_chat_template(
         ({"add_generation_prompt": True, "continue_final_message": True}, "exclude each other; give one of them"),
         ({"chat_template_kwargs": [1]}, "chat_template_kwargs: expected an object, found [1]"),
         ({"chat_template_kwargs": {"tools": []}}, "expected variables of the template; tools is a key beside it"),
-        ({"chat_template_kwargs": {"tokenize": True}}, "expected variables of the template; tokenize is none"),
+        ({"chat_template_kwargs": {"tokenize": True}}, "expected variables of the template; tokenize is not one"),
     ],
     ids=str,
 )

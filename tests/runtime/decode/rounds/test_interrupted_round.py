@@ -181,7 +181,7 @@ def test_ranks_that_read_other_numbers_of_rounds_complete_the_draft_cache_alike(
         complete = step._draft_text.complete = mock.Mock(wraps=step._draft_text.complete)
         assert generated(engine, [text], sampling(6))[0] == expected[6:]
         assert complete.call_count == 0  # the cache holds the text from the call before
-        step._draft_text.least_held = lambda held: torch.minimum(held, torch.full_like(held, 9))
+        step._draft_text.held_by_all = lambda held, is_long: torch.minimum(held, torch.full_like(held, 9))
         assert generated(engine, [text], sampling(6))[0] == expected[6:]
         assert complete.call_count == 1
         assert complete.call_args.args[1].tolist() == [9]
